@@ -1,9 +1,25 @@
 """Modules:
 
+- `fastdist.accelerator`: Hugging Face Accelerate, told where this process stands
+- `fastdist.borrow`: What a Learner lends to a job of several ranks, and gets back
 - `fastdist.comm`: Collectives over nested structures, and who goes first
-- `fastdist.data`: Which sample goes where: a data loader's share for each rank
+- `fastdist.data`: A data loader's share for each rank
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang
+- `fastdist.metrics`: Metrics, losses and predictions of all ranks, put together once
+- `fastdist.norm`: Batch norm over all ranks, on any device, lent to the user's own modules
+- `fastdist.order`: Which sample goes where, by arithmetic on an order that all ranks share
+- `fastdist.trainer`: Callbacks and contexts that let a Learner train on N ranks, and give it back whole
 - `fastdist.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher"""
 
-from .world import *
-from .launch import *
+from importlib.metadata import version
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from .world import World, WorldError, this_world, setup_distrib, teardown_distrib
+from .launch import RankError, on_ranks
+from .comm import rank0_first
+from .data import DistributedDL
+from .accelerator import OptionError
+from .trainer import ParallelTrainer, DistributedTrainer
+
+__version__ = version('fastdist')
+__all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
+    'rank0_first', 'DistributedDL', 'OptionError', 'ParallelTrainer', 'DistributedTrainer']

@@ -1,0 +1,24 @@
+"Train a small convolutional network on scikit-learn's digits: on as many ranks as a launcher started, or on two that this script starts"
+from accelerate import notebook_launcher
+from fastai.vision.all import *
+from sklearn.datasets import load_digits
+from fastdist import *
+
+def get_dls(bs=32):
+    xs,ys = load_digits(return_X_y=True)
+    data = [(TensorImage(x).float().view(1,8,8)/16, TensorCategory(int(y))) for x,y in zip(xs, ys)]
+    train,valid = RandomSplitter(seed=42)(data)
+    return DataLoaders.from_dsets([data[i] for i in train], [data[i] for i in valid], bs=bs, num_workers=0, device=default_device())
+
+def get_model():
+    return nn.Sequential(ConvLayer(1,16), ConvLayer(16,32,stride=2), ConvLayer(32,64,stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(64,10))
+
+def train(epochs=5):
+    set_seed(42)
+    learn = Learner(get_dls(), get_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+    with learn.distrib_ctx(): learn.fit_one_cycle(epochs, 1e-2)
+    if rank_distrib()==0: print(f'accuracy: {learn.recorder.values[-1][-1]:.3f}')
+
+if __name__=='__main__':
+    if this_world().source=='one process': notebook_launcher(train, num_processes=torch.cuda.device_count() or 2)
+    else: train()
