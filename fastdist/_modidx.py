@@ -10,6 +10,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastdist/accelerator.py'),
                                       'fastdist.accelerator.ProcessAccelerator._check': ( 'accelerator.html#processaccelerator._check',
                                                                                           'fastdist/accelerator.py'),
+                                      'fastdist.accelerator.ProcessAccelerator.forget': ( 'accelerator.html#processaccelerator.forget',
+                                                                                          'fastdist/accelerator.py'),
                                       'fastdist.accelerator.ProcessAccelerator.prepare': ( 'accelerator.html#processaccelerator.prepare',
                                                                                            'fastdist/accelerator.py'),
                                       'fastdist.accelerator.ProcessAccelerator.release': ( 'accelerator.html#processaccelerator.release',

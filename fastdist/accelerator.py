@@ -132,9 +132,11 @@ class ProcessAccelerator:
         self.release()
         raise OptionError('Accelerator()', n, f'it was made before and found {n} processes, but there are {self.world.size}. HINT: make it inside the context')
 
+    def forget(self): self.acc._models.clear()
+
     def release(self):
         "Put Accelerate's global state back"
-        self.acc.free_memory()
+        self.forget()
         if self.owned: [o._reset_state() for o in (AcceleratorState,GradientState,PartialState)]
 
 # %% ../nbs/07_accelerator.ipynb #569f85eb

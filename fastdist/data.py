@@ -26,13 +26,13 @@ from .order import *
 # %% ../nbs/04_data.ipynb #11f50150
 def _order_dl(dl, g):
     "`dl` with batches of `g` samples, from which the global order is drawn; random state and shuffled documents are `dl`'s own"
-    if isinstance(dl, TorchLoader) or dl.bs in (None,g): return dl
-    if not hasattr(dl, 'make_chunks'): res = copy.copy(dl)
+    if isinstance(dl, TorchLoader): return dl
+    if dl.bs in (None,g) or not hasattr(dl, 'make_chunks'): res = copy.copy(dl)
     else:
         res = dl.new(bs=g)
         res.items,res.lens,res.rng = dl.items,dl.lens,dl.rng
         res.make_chunks()
-    res.bs = g
+    res.bs = g if dl.bs else None
     return res
 
 # %% ../nbs/04_data.ipynb #dc277763
@@ -168,7 +168,9 @@ def _keep(self:DistributedDL, x):
 
 # %% ../nbs/04_data.ipynb #cfe0ab45
 @patch
-def randomize(self:DistributedDL): self.order.randomize()
+def randomize(self:DistributedDL):
+    self.order.randomize()
+    self.dl.rng = self.order.rng
 @patch
 def before_iter(self:DistributedDL): self.order.before_iter()
 @patch

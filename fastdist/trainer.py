@@ -140,7 +140,7 @@ def _prepare(self:DistributedTrainer):
 def unwrap(self:DistributedTrainer):
     unsync_bn(self._swaps)
     self.__dict__.update(_through=None, _swaps=[], _shares={}, _phases=[], _losses=[])
-    if self._job: self._job.live.acc.free_memory()
+    if self._job: self._job.live.forget()
 
 # %% ../nbs/09_trainer.ipynb #9387e0eb
 @patch
@@ -192,7 +192,7 @@ def before_validate(self:DistributedTrainer): self._start(EvalDL)
 def _start(self:DistributedTrainer, cls):
     dl = self._share(self.learn.dl, cls)
     self._phases.append(dl if isinstance(dl, DistributedDL) else None)
-    if self._phases[-1]: dl.in_step = True
+    if self._phases[-1] is not None: dl.in_step = True
     self.learn.dl = dl
 
 # %% ../nbs/09_trainer.ipynb #508b8bd4
@@ -237,7 +237,7 @@ def _share_buffers(self:DistributedTrainer):
 @patch
 def after_validate(self:DistributedTrainer):
     dl = self._phases.pop() if self._phases else None
-    if not dl: return
+    if dl is None: return
     rec = getattr(self.learn, 'recorder', None)
     if rec: merge_metrics(L(rec.loss)+self.learn.metrics)
     for cb in self.learn.cbs.filter(risinstance(GatherPredsCallback)): self._gather(cb, dl.positions)
