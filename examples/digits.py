@@ -6,9 +6,9 @@ from fastdist import *
 
 def get_dls(bs=32):
     xs,ys = load_digits(return_X_y=True)
-    data = [(TensorImage(x).float().view(1,8,8)/16, TensorCategory(int(y))) for x,y in zip(xs, ys)]
-    train,valid = RandomSplitter(seed=42)(data)
-    return DataLoaders.from_dsets([data[i] for i in train], [data[i] for i in valid], bs=bs, num_workers=0, device=default_device())
+    items = list(zip((xs*15).astype(np.uint8).reshape(-1,8,8), ys))
+    block = DataBlock((ImageBlock(PILImageBW),CategoryBlock), get_x=ItemGetter(0), get_y=ItemGetter(1), splitter=RandomSplitter(seed=42))
+    return block.dataloaders(items, bs=bs, num_workers=0)
 
 def get_model():
     return nn.Sequential(ConvLayer(1,16), ConvLayer(16,32,stride=2), ConvLayer(32,64,stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(64,10))

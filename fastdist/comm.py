@@ -15,7 +15,7 @@ it needs a process group, and a download often comes before there is one; and wh
 __all__ = ['grouped', 'all_reduce', 'any_rank', 'broadcast_obj', 'gather_objs', 'gather_rows', 'rank0_first']
 
 # %% ../nbs/02_comm.ipynb #877934b5
-import torch,traceback
+import torch,traceback,fastai.torch_core
 from datetime import timedelta
 from torch import distributed as dist
 from fastcore.all import *
@@ -91,8 +91,15 @@ def _await(store, key):
 
 def _try(func):
     "What `func` returns, and what to tell the others about how it went"
-    try: return func(),None,''
+    try: return _alone(func),None,''
     except BaseException as e: return None,e,traceback.format_exc()
+
+def _alone(func):
+    "Call `func` while fastai's `distrib_barrier`, which asks how many ranks there are, waits for nobody"
+    core = fastai.torch_core
+    old,core.num_distrib = core.num_distrib,lambda: 0
+    try: return func()
+    finally: core.num_distrib = old
 
 # %% ../nbs/02_comm.ipynb #26e63ae8
 def rank0_first(
@@ -114,4 +121,4 @@ def rank0_first(
 def _after(store, key, func):
     tb = _await(store, key).decode()
     if tb: raise RankError(0, tb)
-    return func()
+    return _alone(func)

@@ -105,9 +105,15 @@ class DistributedTrainer(WrapperCallback):
     def size(self): return self._job.world.size if self._job else 1
 
 # %% ../nbs/09_trainer.ipynb #2a2f9825
+def _warn_lone(env):
+    "Accelerate's CPU launcher starts one process, however many it was told to start"
+    if 'ACCELERATE_USE_CPU' in env and 'MASTER_PORT' in env and 'RANK' not in env: warn('You set --num_processes to more than one, but `accelerate launch` '
+        'started one process. HINT: add --multi_gpu, which without a GPU starts CPU ranks, or use torchrun')
+
 @patch
 def _lend(self:DistributedTrainer):
     check_env(os.environ)
+    _warn_lone(os.environ)
     w = this_world()
     if self.options.get('cpu'): w = replace(w, cpu=True)
     dynamo = os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower()!='no'
