@@ -67,6 +67,7 @@ def _num(env, key, default=None, hi=None):
 
 def _launcher(env):
     "Name of the launcher that sets what is in `env`"
+    if 'SLURM_STEP_ID' in env and (env['RANK'],env['WORLD_SIZE'])==(env.get('SLURM_PROCID'),env.get('SLURM_NTASKS')): return 'srun'
     if 'NPROC' in env and 'NODE_RANK' in env: return 'notebook_launcher'
     if 'ACCELERATE_MIXED_PRECISION' in env: return 'accelerate launch'
     if 'TORCHELASTIC_RUN_ID' in env: return 'torchrun'
@@ -178,8 +179,8 @@ def world_vars(
     w:World # The world to describe
 )->dict: # Environment variables
     "What torchrun would set for `w`: fastai and Accelerate read these"
-    res = dict(RANK=w.rank, WORLD_SIZE=w.size, LOCAL_RANK=w.local_rank, LOCAL_WORLD_SIZE=w.local_size,
-        MASTER_ADDR=w.master_addr or None, MASTER_PORT=w.master_port)
+    res = dict(RANK=w.rank, WORLD_SIZE=w.size, LOCAL_RANK=w.local_rank, LOCAL_WORLD_SIZE=w.local_size, GROUP_RANK=w.node_rank,
+        GROUP_WORLD_SIZE=w.num_nodes, MASTER_ADDR=w.master_addr or None, MASTER_PORT=w.master_port)
     return {k:str(v) for k,v in res.items() if v is not None}
 
 # %% ../nbs/00_world.ipynb #424584b7
