@@ -145,6 +145,6 @@ class Job:
 
     def close(self):
         self.learn.remove_cbs(self.helpers)
-        self.learn.logger = self.logger
+        if self.world.rank: self.learn.logger = self.logger
         if self.live: self.live.release()
         self.member.leave()

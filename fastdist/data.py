@@ -111,8 +111,10 @@ def get_idxs(self:DistributedDL):
     else:
         self.in_step = False
         with rank0_random(self.order): idxs = self.order.get_idxs()
-    if self.n is None or not self.indexed: return idxs
-    return self._deal(list(idxs))
+    if self.n is None: return idxs
+    if self.indexed: return self._deal(list(idxs))
+    self._weigh(self.n, self.bs or 1)
+    return idxs
 
 @patch
 def _deal(self:DistributedDL, idxs):

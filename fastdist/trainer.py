@@ -82,7 +82,7 @@ def parallel_ctx(self:Learner,
 # %% ../nbs/09_trainer.ipynb #97a04058
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
-    _stateattrs = ('_learner','_job','_through','_swaps','_shares')
+    _stateattrs = ('_job','_through','_swaps','_shares','_phases','_losses')
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
@@ -95,7 +95,7 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(_learner=None, _job=None, _through=None, _swaps=[], _shares={}, _phases=[], _losses=[])
+        self.__dict__.update(_job=None, _through=None, _swaps=[], _shares={}, _phases=[], _losses=[])
 
     def __call__(self, event_name): return super().__call__(event_name) if self._job else None
 
@@ -156,7 +156,7 @@ def _share(self:DistributedTrainer, dl, cls):
     if isinstance(dl, DistributedDL): dl = dl.dl
     if (id(dl),cls) not in self._shares:
         share = cls(dl, self._job.world.rank, self.size, self._job.world.device, self._split_bs(dl))
-        if not self._fitting: return share
+        if not self._fitting or not any(dl is o for o in self.learn.dls.loaders): return share
         self._shares[id(dl),cls] = share
     return self._shares[id(dl),cls]
 

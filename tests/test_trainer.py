@@ -10,7 +10,7 @@ from fastcore.test import test_eq as eq,test_ne as ne,test_close as close
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from learners import digits
+from learners import digits,tabular
 
 def quiet(learn): return learn.no_logging(),learn.no_bar()
 
@@ -289,3 +289,32 @@ def orders(rank, size, bs=6):
 def test_shuffles_go_on_as_in_one_process():
     one,two = orders(0, 1, bs=12),on_ranks(lambda rank: orders(rank, 2), join=False)
     eq([set(one[i:i+12]) for i in range(0, len(one), 12)], [set(two[0][i:i+6]+two[1][i:i+6]) for i in range(0, len(two[0]), 6)])
+
+def exported(rank):
+    learn = tabular()
+    learn.path = Path('.')
+    with learn.distrib_ctx(), learn.no_logging(), learn.no_bar():
+        learn.fit(1)
+        learn.export('inside.pkl')
+    return learn.validate()
+
+def test_export_inside_the_context():
+    alone,_ = on_ranks(exported, join=False)
+    learn = load_learner('inside.pkl')
+    with learn.no_bar(): close(learn.validate(dl=tabular().dls.valid), alone, 1e-5)
+    learn.dls = tabular().dls
+    with learn.no_logging(), learn.no_bar(): learn.fit(1)
+
+def validated(rank):
+    set_seed(2)
+    learn = digits(n=117)
+    with learn.distrib_ctx(), learn.no_bar():
+        learn.fit(1)
+        return learn.validate(),learn.get_preds(with_loss=True, with_input=True)
+
+def test_evaluation_inside_the_context():
+    (v,(x,p,t,l)),*others = on_ranks(validated, 3, join=False)
+    for o in others: eq(o[0], v)
+    ds = digits(n=117).dls.valid_ds
+    eq(x, torch.stack([x for x,_ in ds]))
+    close(v, [l.mean(), (p.argmax(1)==t).float().mean()], 1e-5)
