@@ -1,7 +1,7 @@
 "Every kind of Learner fits on two ranks: the same weights and the same reports on both"
 import pytest
 from fastai.basics import set_seed,partial,L
-from fastcore.test import test_eq as eq
+from fastcore.test import test_eq
 from fastdist import on_ranks
 import learners
 
@@ -16,5 +16,5 @@ def fit(mk, rank, epochs=1, **kw):
 @pytest.mark.parametrize('name', 'vision tabular collab language_model text_classifier digits'.split())
 def test_fits_on_two_ranks(name):
     a,b = on_ranks(partial(fit, getattr(learners, name)), join=False, timeout=100)
-    eq(a, b)
+    test_eq(a, b)
     assert a[1][-1][0]==a[1][-1][0] and len(a[2])>0

@@ -6,10 +6,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchLoader
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration,DDPCommunicationHookType,DistributedDataParallelKwargs,InitProcessGroupKwargs
-from fastcore.test import test_eq as eq,test_ne as ne,test_close as close
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
+from fastcore.test import test_eq,test_ne,test_close
 from learners import digits,tabular
 
 def quiet(learn): return learn.no_logging(),learn.no_bar()
@@ -42,18 +42,18 @@ def seen(rank, seed=None, **kw):
 def test_each_sample_once_an_epoch(n, size):
     res = on_ranks(lambda rank: seen(rank, n=n, bs=7), size, join=False)
     data = sorted(tuple(x.tolist()) for x,_ in digits(n=n).dls.train_ds)
-    for e in range(2): eq(sorted(sum((o[0][e] for o in res), [])), data)
-    ne(res[0][0][0], res[0][0][1])
-    eq(len({tuple(o[1]) for o in res}), 1)
-    for o in res[1:]: eq(o[2], res[0][2])
+    for e in range(2): test_eq(sorted(sum((o[0][e] for o in res), [])), data)
+    test_ne(res[0][0][0], res[0][0][1])
+    test_eq(len({tuple(o[1]) for o in res}), 1)
+    for o in res[1:]: test_eq(o[2], res[0][2])
 
 def test_a_seed_repeats_the_run():
     a,b = [on_ranks(lambda rank: seen(rank, seed=3, n=90), join=False) for _ in range(2)]
-    eq(a, b)
+    test_eq(a, b)
 
 def test_fewer_samples_than_ranks():
     res = on_ranks(lambda rank: weights(run(digits(n=4, bs=4, dls_kw=dict(drop_last=False)))), 4, join=False)
-    for o in res[1:]: eq(o, res[0])
+    for o in res[1:]: test_eq(o, res[0])
 
 def several(rank):
     a,b = digits(),digits()
@@ -70,8 +70,8 @@ def several(rank):
 
 def test_two_fits_two_contexts_two_learners():
     a,b = on_ranks(several, join=False)
-    eq(a, b)
-    eq(a[3:], (False,True))
+    test_eq(a, b)
+    test_eq(a[3:], (False,True))
 
 def tuned(rank):
     set_seed(1)
@@ -82,16 +82,16 @@ def tuned(rank):
         learn.freeze()
         frozen = learn.model[0].weight.detach().clone()
         learn.fit(1, 0.1)
-        eq(learn.model[0].weight, frozen)
+        test_eq(learn.model[0].weight, frozen)
         learn.unfreeze()
         learn.fit_one_cycle(1, slice(1e-4,1e-2))
         learn.fine_tune(1, freeze_epochs=1)
-        ne(learn.model[0].weight, frozen)
+        test_ne(learn.model[0].weight, frozen)
     return weights(learn),L(learn.opt.hypers).attrgot('lr')
 
 def test_freezing_and_discriminative_rates():
     a,b = on_ranks(tuned, join=False)
-    eq(a, b)
+    test_eq(a, b)
 
 class Thaw(Callback):
     def before_epoch(self):
@@ -102,7 +102,7 @@ def thawed(rank):
     learn.freeze()
     return weights(run(learn, 2, cbs=Thaw()))
 
-def test_unfreezing_within_a_fit(): eq(*on_ranks(thawed, join=False))
+def test_unfreezing_within_a_fit(): test_eq(*on_ranks(thawed, join=False))
 
 def in_users_group(rank):
     dist.init_process_group('gloo')
@@ -112,7 +112,7 @@ def in_users_group(rank):
 
 def test_users_group_is_left_standing():
     a,b = on_ranks(in_users_group, join=False)
-    eq(a, b)
+    test_eq(a, b)
     assert a[1]
 
 def test_group_without_variables(tmp_path):
@@ -121,8 +121,8 @@ def test_group_without_variables(tmp_path):
         dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=rank, world_size=2)
         return weights(run(digits())),rank0_first(lambda: rank),this_world().source
     a,b = on_ranks(f, join=False)
-    eq(a[0], b[0])
-    eq((a[1:],b[1:]), ((0,'the process group'),(1,'the process group')))
+    test_eq(a[0], b[0])
+    test_eq((a[1:],b[1:]), ((0,'the process group'),(1,'the process group')))
 
 def as_callback(rank):
     learn = digits(cbs=DistributedTrainer())
@@ -135,7 +135,7 @@ def as_callback(rank):
 
 def test_as_a_callback():
     a,b = on_ranks(as_callback, join=False)
-    eq(a, b)
+    test_eq(a, b)
     assert not a[2]
 
 class Inside(Callback):
@@ -158,8 +158,8 @@ def hooked(rank):
 
 def test_callbacks_and_hooks_see_the_bare_model():
     (a,x),(b,y) = on_ranks(hooked, join=False)
-    eq(a|b, {(nn.Sequential,False)})
-    eq(x, y)
+    test_eq(a|b, {(nn.Sequential,False)})
+    test_eq(x, y)
 
 class Mark(Callback):
     rank0_only = True
@@ -168,17 +168,17 @@ class Mark(Callback):
 def logged(rank):
     learn = digits()
     with learn.distrib_ctx(): learn.fit(2, cbs=[CSVLogger(), Mark()])
-    return learn.recorder.values,learn.recorder.metric_names,learn.logger is print
+    return learn.recorder.values,learn.recorder.metric_names
 
 def test_rank_0_shows_and_writes_alone(capfd):
     a,b = on_ranks(logged, join=False)
-    eq(a, b)
+    test_eq(a, b)
     out = capfd.readouterr().out
-    eq(out.count('fastdist: 2 ranks on 1 node, cpu over gloo'), 1)
+    test_eq(out.count('fastdist: 2 ranks on 1 node, cpu over gloo'), 1)
     assert 'batches of 16 a rank, 32 in all, 9 steps an epoch' in out
-    eq(out.count('valid_loss'), 1)
-    eq(len(Path('history.csv').read_text().splitlines()), 3)
-    eq(sorted(o.name for o in Path().glob('mark*')), ['mark0'])
+    test_eq(out.count('valid_loss'), 1)
+    test_eq(len(Path('history.csv').read_text().splitlines()), 3)
+    test_eq(sorted(o.name for o in Path().glob('mark*')), ['mark0'])
 
 def plotted(rank):
     import matplotlib
@@ -186,7 +186,7 @@ def plotted(rank):
     learn = run(digits(), 2)
     return len(learn.recorder.plot_loss().lines)
 
-def test_plot_loss(): eq(on_ranks(plotted, join=False), [2,2])
+def test_plot_loss(): test_eq(on_ranks(plotted, join=False), [2,2])
 
 def optioned(rank):
     ddp = []
@@ -209,8 +209,8 @@ class Half(nn.Module):
 
 def test_handlers_take_effect():
     a,b = on_ranks(optioned, join=False)
-    eq(a, b)
-    eq(a[0], timedelta(seconds=77))
+    test_eq(a, b)
+    test_eq(a[0], timedelta(seconds=77))
 
 def split(rank):
     learn = digits(dls_kw=dict(drop_last=False))
@@ -218,11 +218,11 @@ def split(rank):
     run(learn, cbs=Callback(before_batch=lambda self: sizes.append(len(self.xb[0]))), dataloader_config=DataLoaderConfiguration(split_batches=True))
     return sizes[0]
 
-def test_split_batches(): eq(on_ranks(split, join=False), [8,8])
+def test_split_batches(): test_eq(on_ranks(split, join=False), [8,8])
 
 def compiled(rank): return weights(run(digits(n=90), dynamo_backend='aot_eager'))
 
-def test_dynamo(): eq(*on_ranks(compiled, join=False))
+def test_dynamo(): test_eq(*on_ranks(compiled, join=False))
 
 def plain_torch(rank):
     learn = digits()
@@ -233,7 +233,7 @@ def plain_torch(rank):
 
 def test_torch_loaders():
     a,b = on_ranks(plain_torch, join=False)
-    eq(a, b)
+    test_eq(a, b)
 
 def in_bf16(rank):
     os.environ['ACCELERATE_MIXED_PRECISION'] = 'bf16'
@@ -244,8 +244,8 @@ def in_bf16(rank):
 
 def test_precision_of_the_launcher():
     a,b = on_ranks(in_bf16, join=False)
-    eq(a, b)
-    eq(a[:2], ({torch.bfloat16},torch.float32))
+    test_eq(a, b)
+    test_eq(a[:2], ({torch.bfloat16},torch.float32))
 
 def saved(rank):
     learn = digits(path='.')
@@ -260,20 +260,20 @@ def test_checkpoints_interchange():
     on_ranks(saved, join=False)
     learn = digits(path='.').load('inside')
     assert all(not k.startswith('module.') for k in torch.load('models/inside.pth', weights_only=False)['model'])
-    close(learn.validate()[1], digits(path='.').load('inside').validate()[1])
+    test_close(learn.validate()[1], digits(path='.').load('inside').validate()[1])
 
 def test_no_rank_trains_alone_because_of_an_older_accelerator():
     def f(rank):
         Accelerator(cpu=True)
         return weights(run(digits()))
-    eq(*on_ranks(f, join=False))
+    test_eq(*on_ranks(f, join=False))
 
 def test_one_process_is_left_alone():
     learn = digits()
     with learn.distrib_ctx():
         assert '_with_events' not in vars(learn) and not dist.is_initialized()
         with learn.no_logging(), learn.no_bar(): learn.fit(1)
-    eq(learn._grab_cbs(DistributedTrainer), [])
+    test_eq(learn._grab_cbs(DistributedTrainer), [])
 
 def test_no_step_is_an_error_everywhere():
     def f(rank):
@@ -288,7 +288,7 @@ def orders(rank, size, bs=6):
 
 def test_shuffles_go_on_as_in_one_process():
     one,two = orders(0, 1, bs=12),on_ranks(lambda rank: orders(rank, 2), join=False)
-    eq([set(one[i:i+12]) for i in range(0, len(one), 12)], [set(two[0][i:i+6]+two[1][i:i+6]) for i in range(0, len(two[0]), 6)])
+    test_eq([set(one[i:i+12]) for i in range(0, len(one), 12)], [set(two[0][i:i+6]+two[1][i:i+6]) for i in range(0, len(two[0]), 6)])
 
 def exported(rank):
     learn = tabular()
@@ -301,7 +301,7 @@ def exported(rank):
 def test_export_inside_the_context():
     alone,_ = on_ranks(exported, join=False)
     learn = load_learner('inside.pkl')
-    with learn.no_bar(): close(learn.validate(dl=tabular().dls.valid), alone, 1e-5)
+    with learn.no_bar(): test_close(learn.validate(dl=tabular().dls.valid), alone, 1e-5)
     learn.dls = tabular().dls
     with learn.no_logging(), learn.no_bar(): learn.fit(1)
 
@@ -314,7 +314,7 @@ def validated(rank):
 
 def test_evaluation_inside_the_context():
     (v,(x,p,t,l)),*others = on_ranks(validated, 3, join=False)
-    for o in others: eq(o[0], v)
+    for o in others: test_eq(o[0], v)
     ds = digits(n=117).dls.valid_ds
-    eq(x, torch.stack([x for x,_ in ds]))
-    close(v, [l.mean(), (p.argmax(1)==t).float().mean()], 1e-5)
+    test_eq(x, torch.stack([x for x,_ in ds]))
+    test_close(v, [l.mean(), (p.argmax(1)==t).float().mean()], 1e-5)
