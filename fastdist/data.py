@@ -111,11 +111,17 @@ def get_idxs(self:DistributedDL):
     else:
         self.in_step = False
         with rank0_random(self.order): idxs = self.order.get_idxs()
-    if self.n is None: return idxs
+    if self.n is None: return self._endless(idxs) if self.indexed else idxs
     if self.indexed: return self._deal(list(idxs))
     self._weigh(self.n, self.bs or 1)
     return idxs
 
+@patch
+def _endless(self:DistributedDL, idxs):
+    "This rank's slices of an order that has no end"
+    return (o for i,o in enumerate(idxs) if i//(self.bs or 1)%self.world_size==self.rank)
+
+# %% ../nbs/04_data.ipynb #65b88781
 @patch
 def _deal(self:DistributedDL, idxs):
     self.n = len(idxs)
@@ -159,7 +165,7 @@ def _stream(self:DistributedDL, samps):
     o,bs = self.order,self.bs or 1
     for chunk in chunked(samps, bs*self.world_size):
         raw = list(map(o.create_item, chunk))
-        if self.drop_last and len(raw)<bs*self.world_size: return
+        if not raw or self.drop_last and len(raw)<bs*self.world_size: return
         b = [x for x in map(self._keep, slices(raw, bs, self.rank, self.world_size, pad=self.pad)) if x is not None]
         if b: yield b if self.bs else b[0]
 
@@ -177,6 +183,12 @@ def randomize(self:DistributedDL):
 def before_iter(self:DistributedDL): self.order.before_iter()
 @patch
 def after_iter(self:DistributedDL): self.order.after_iter()
+
+# %% ../nbs/04_data.ipynb #55e19115
+@patch
+def do_item(self:DistributedDL, s): return self.order.do_item(s)
+@patch
+def do_batch(self:DistributedDL, b): return self.order.do_batch(b)
 
 # %% ../nbs/04_data.ipynb #6f913fcb
 @patch

@@ -181,7 +181,8 @@ def _startup(self:DistributedTrainer):
     w,share = self._job.world,self._share(self.learn.dls.train, StepDL)
     nodes = f'{w.num_nodes} node{"s" if w.num_nodes>1 else ""}'
     where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {w.backend.split(":")[-1]}, from {w.source}'
-    return f'{where}; batches of {share.bs} a rank, {(share.bs or 1)*w.size} in all, {len(share)} steps an epoch'
+    batches = f'batches of {share.bs} a rank, {share.bs*w.size} in all' if share.bs else f'{w.size} batches a step'
+    return f'{where}; {batches}, {len(share)} steps an epoch'
 
 # %% ../nbs/09_trainer.ipynb #84d4eb99
 @patch
