@@ -82,9 +82,10 @@ def from_ranks(
     if rank is None and size is None: return
     if rank is None: raise WorldError(f'You set WORLD_SIZE={size}, but no RANK. HINT: start the script with torchrun, which sets both')
     if size is None: raise WorldError(f'You set RANK={rank}, but no WORLD_SIZE. HINT: start the script with torchrun, which sets both')
-    local = dict(local_rank=_num(env, 'LOCAL_RANK', rank), local_size=_num(env, 'LOCAL_WORLD_SIZE', _num(env, 'NPROC', size)))
-    nodes = dict(node_rank=_num(env, 'GROUP_RANK', _num(env, 'NODE_RANK', 0)), num_nodes=_num(env, 'GROUP_WORLD_SIZE', size//max(1, local['local_size'])))
-    return World(rank, size, **local, **nodes, gpu=_num(env, 'DEFAULT_GPU'), source=_launcher(env))
+    local_size = _num(env, 'LOCAL_WORLD_SIZE', _num(env, 'NPROC', size))
+    local_rank = _num(env, 'LOCAL_RANK', rank%max(1, local_size))
+    node_rank,num_nodes = _num(env, 'GROUP_RANK', _num(env, 'NODE_RANK', 0)),_num(env, 'GROUP_WORLD_SIZE', size//max(1, local_size))
+    return World(rank, size, local_rank, local_size, node_rank, num_nodes, gpu=_num(env, 'DEFAULT_GPU'), source=_launcher(env))
 
 # %% ../nbs/00_world.ipynb #a34c5c12
 def expand_hosts(
@@ -164,9 +165,12 @@ def __str__(self:World):
     return f'rank {self.rank} of {self.size} ({at}, {self.node_name}) on {self.device} over {self.backend}, from {self.source}'
 
 # %% ../nbs/00_world.ipynb #89cfc966
+_members = []
+
 def this_world()->World:
     "The world of this process now: of its process group where there is one, of the environment otherwise"
     w = World.from_env()
+    if _members and w.gpu is None: w = replace(w, gpu=_members[-1].world.gpu)
     if not dist.is_initialized(): return w
     rank,size = dist.get_rank(),dist.get_world_size()
     if w.source=='one process': return replace(w, rank=rank, size=size, local_rank=rank, local_size=size, source='the process group')
@@ -237,8 +241,6 @@ class Membership:
         self.joined,self.threads = False,None
 
 # %% ../nbs/00_world.ipynb #1d6ef48a
-_members = []
-
 def setup_distrib(
     gpu:int=None # CUDA device index; by default the local rank's where there is a job, and nothing happens where there is none
 )->int: # Index of this process's CUDA device, `None` on the CPU

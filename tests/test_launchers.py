@@ -69,6 +69,11 @@ def test_plain_python_starts_two_ranks_that_learn(tmp_path):
     assert 'fastdist: 2 ranks on 1 node, cpu over gloo, from notebook_launcher' in out
     assert float(re.search(r'accuracy: ([\d.]+)', out)[1])>=.95
 
+def test_notebook_launcher_in_a_script(tmp_path):
+    code = f'import sys; sys.path.append({str(here)!r}); import report; from accelerate import notebook_launcher; '
+    output(start(sys.executable, '-c', code + f'notebook_launcher(report.train, ({str(tmp_path)!r},), num_processes=2, use_port={str(free_port())!r})'))
+    check('notebook_launcher', tmp_path)
+
 notebook = """import sys
 sys.path += [{here!r}, {examples!r}]
 import digits, report

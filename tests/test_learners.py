@@ -2,7 +2,7 @@
 import pytest
 from fastai.basics import set_seed,partial,L
 from fastcore.test import test_eq
-from fastdist import on_ranks
+from fastdist import on_ranks,rank0_first
 import learners
 
 def state(learn): return [p.detach().clone() for p in learn.model.state_dict().values()]
@@ -18,3 +18,11 @@ def test_fits_on_two_ranks(name):
     a,b = on_ranks(partial(fit, getattr(learners, name)), join=False, timeout=100)
     test_eq(a, b)
     assert a[1][-1][0]==a[1][-1][0] and len(a[2])>0
+
+def built_by_rank_0_first(rank):
+    set_seed(7)
+    learn = rank0_first(learners.text_classifier)
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-2)
+    return state(learn)
+
+def test_learner_from_rank0_first(): test_eq(*on_ranks(built_by_rank_0_first, join=False, timeout=100))

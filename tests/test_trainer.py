@@ -318,3 +318,30 @@ def test_evaluation_inside_the_context():
     ds = digits(n=117).dls.valid_ds
     test_eq(x, torch.stack([x for x,_ in ds]))
     test_close(v, [l.mean(), (p.argmax(1)==t).float().mean()], 1e-5)
+
+@pytest.mark.parametrize('options', [dict(cpu=True), dict(kwargs_handlers=[DistributedDataParallelKwargs()]), dict(dynamo_backend='eager'), dict(sync_bn=False)])
+def test_one_process_with_options(options):
+    set_seed(1)
+    a = run(digits(), **options)
+    set_seed(1)
+    b = digits()
+    with b.no_logging(), b.no_bar(): b.fit(1, 0.05)
+    test_close(weights(a), weights(b), 1e-5)
+    test_eq([k for k in ('_with_events','_do_one_batch') if k in vars(a)], [])
+
+def test_one_process_with_the_launchers_precision(monkeypatch):
+    monkeypatch.setenv('ACCELERATE_MIXED_PRECISION', 'bf16')
+    test_eq(in_bf16(0)[:2], ({torch.bfloat16},torch.float32))
+
+@pytest.mark.parametrize('key,val', [('ACCELERATE_USE_FSDP','true'), ('ACCELERATE_MIXED_PRECISION','fp8')])
+def test_what_the_launcher_asks_in_vain(monkeypatch, key, val):
+    monkeypatch.setenv(key, val)
+    learn = digits()
+    with pytest.raises(OptionError, match=val): run(learn)
+    test_eq(learn._grab_cbs(DistributedTrainer), [])
+
+def unsynced(rank):
+    learn = run(digits(), sync_bn=False)
+    return weights(learn),learn.model[1].running_mean.tolist()
+
+def test_buffers_agree_without_sync_bn(): test_eq(*on_ranks(unsynced, join=False))
