@@ -116,23 +116,26 @@ def _told(w):
 class ProcessAccelerator:
     "Accelerate's `Accelerator` for the process that `world` describes, with the `options` that `check_options` lets through"
     def __init__(self, world, **options):
-        self.world,self.owned = world,_no_state()
+        self.world,self.owned,self.acc = world,_no_state(),None
         handlers = [h for h in options.pop('kwargs_handlers', None) or [] if not isinstance(h, InitProcessGroupKwargs)]
         self.ddp_options = _handler(handlers, DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
         self.scaler_options,self.autocast_options = _handler(handlers, GradScalerKwargs),_handler(handlers, AutocastKwargs)
         rest = [h for h in handlers if not isinstance(h, DistributedDataParallelKwargs)]
         options['cpu'] = world.device.type=='cpu'
-        with _told(world): self.acc = HFAccelerator(kwargs_handlers=rest, **options)
-        self._check()
+        try: self._make(kwargs_handlers=rest, **options)
+        except BaseException:
+            self.release()
+            raise
 
-    def _check(self):
+    def _make(self, **kwargs):
+        with _told(self.world): self.acc = HFAccelerator(**kwargs)
         self.precision,n = self.acc.mixed_precision,self.acc.num_processes
         self.acc.native_amp,self.acc.scaler = False,None
-        if n==self.world.size: return
-        self.release()
-        raise OptionError('Accelerator()', n, f'it was made before and found {n} processes, but there are {self.world.size}. HINT: make it inside the context')
+        if n!=self.world.size: raise OptionError('Accelerator()', n,
+            f'it was made before and found {n} processes, but there are {self.world.size}. HINT: make it inside the context')
 
-    def forget(self): self.acc._models.clear()
+    def forget(self):
+        if self.acc: self.acc._models.clear()
 
     def release(self):
         "Put Accelerate's global state back"

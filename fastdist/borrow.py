@@ -89,7 +89,8 @@ rank0_callbacks = ['ProgressCallback','ShowGraphCallback','CSVLogger','TensorBoa
 
 def is_rank0_only(cb)->bool:
     "Does `cb` write or show what one rank should? Those of fastai do; a user's says so with the attribute `rank0_only`"
-    return getattr(type(cb), 'rank0_only', vars(cb).get('rank0_only', any(c.__name__ in rank0_callbacks for c in type(cb).__mro__)))
+    own = vars(cb).get('rank0_only', getattr(type(cb), 'rank0_only', None))
+    return ifnone(own, any(c.__name__ in rank0_callbacks for c in type(cb).__mro__))
 
 class QuietCallback(Callback):
     "On ranks other than 0, keeps callbacks that show or write from running; before all others, since some open files as soon as they run"
@@ -121,8 +122,9 @@ def place(
     dls = learn.dls
     if getattr(dls, 'loaders', None) and all(hasattr(dl, 'to') for dl in dls.loaders) and getattr(dls, 'device', None)!=device: dls.to(device)
     learn.model.to(device)
-    if learn.opt: learn.opt.state = {p:to_device(s, device) if isinstance(s, dict) else s for p,s in learn.opt.state.items()}
+    for s in (learn.opt.state.values() if learn.opt else []): s.update({k:v.to(device) for k,v in s.items() if isinstance(v, Tensor) and v.ndim})
 
+# %% ../nbs/08_borrow.ipynb #c42dcfa3
 class Job:
     "This process's part in a job, from when the trainer is added until it is removed"
     def __init__(self, learn, world, options):

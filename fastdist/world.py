@@ -213,14 +213,21 @@ class Membership:
         self.env,self.threads = {k:os.environ.get(k) for k in world_vars(world)},None
 
     def join(self, timeout=None, backend=None):
-        "Make the process group, unless there is one or one process is all"
+        "Make the process group, unless there is one or one process is all; an error leaves everything as it was"
         w = self.world
         if w.device.type=='cuda': torch.cuda.set_device(w.device)
-        if w.size==1: return self
+        try:
+            if w.size>1: self._join(timeout, backend)
+        except BaseException:
+            self.leave()
+            raise
+        return self
+
+    def _join(self, timeout, backend):
+        w = self.world
         _update_env(world_vars(w))
         if w.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: self._share_cores(w.local_size)
         if not dist.is_initialized(): self._make_group(timeout, backend or w.backend)
-        return self
 
     def _share_cores(self, n):
         self.threads = torch.get_num_threads()
