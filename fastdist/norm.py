@@ -29,10 +29,12 @@ from .comm import *
 
 # %% ../nbs/05_norm.ipynb #66d20e7f
 def group_stats(
-    x:torch.Tensor # Shape `(n, channels, ...)`; `n` may differ between ranks
+    x:torch.Tensor, # Shape `(n, channels, ...)`; `n` may differ between ranks
+    padding:bool=False # Is `x` only there so that this rank takes part, and counts for nothing?
 )->tuple: # Mean and biased variance of shape `(channels,)`, count
     "Mean, variance and count of each channel of `x` over all ranks, in one all-gather"
     dims = [d for d in range(x.ndim) if d!=1]
+    if padding: x = x[:0]
     n = x.numel()//x.shape[1]
     mean = x.mean(dims) if n else x.new_zeros(x.shape[1])
     dev = (x-_per_channel(mean, x)).square().sum(dims)
@@ -55,8 +57,8 @@ def _per_channel(t, x): return t.view(1, -1, *[1]*(x.ndim-2))
 class _GroupNormalise(Function):
     "Batch norm of a CPU tensor with the statistics of all ranks"
     @staticmethod
-    def forward(ctx, x, w, b, eps):
-        mean,var,n = group_stats(x)
+    def forward(ctx, x, w, b, eps, padding):
+        mean,var,n = group_stats(x, padding)
         ctx.save_for_backward(x, w, mean, (var+eps).rsqrt(), n)
         ctx.mark_non_differentiable(mean, var, n)
         return F.batch_norm(x, mean, var, w, b, False, 0., eps),mean,var,n
@@ -71,17 +73,17 @@ class _GroupNormalise(Function):
         dist.all_reduce(sums)
         sdy,sdyx = [_per_channel(o, x) for o in sums/n]
         scale = inv if w is None else inv*w
-        return (dy-sdy-xhat*sdyx)*_per_channel(scale, x), None if w is None else dw, None if w is None else db, None
+        return (dy-sdy-xhat*sdyx)*_per_channel(scale, x), None if w is None else dw, None if w is None else db, None, None
 
 # %% ../nbs/05_norm.ipynb #c633d79c
 class _Sync(nn.SyncBatchNorm):
     "A batch norm that counts the samples of all ranks in training; in evaluation it is what it was"
-    process_group = None
+    process_group,padding = None,False
 
     def forward(self, x):
         if x.device.type!='cpu': return super().forward(x)
         if not self.training: return _BatchNorm.forward(self, x)
-        y,mean,var,n = _GroupNormalise.apply(x if x.dtype==torch.float64 else x.float(), self.weight, self.bias, self.eps)
+        y,mean,var,n = _GroupNormalise.apply(x if x.dtype==torch.float64 else x.float(), self.weight, self.bias, self.eps, self.padding)
         if self.running_mean is not None: self._track(mean, var*n/(n-1).clamp(min=1))
         return y.to(x.dtype)
 
@@ -116,4 +118,6 @@ def sync_bn(
 
 def unsync_bn(swaps):
     "Give the batch norms of `swaps` their own class back, with the statistics they have by now"
-    for m,old,_ in swaps: m.__class__ = old
+    for m,old,_ in swaps:
+        m.__class__ = old
+        vars(m).pop('padding', None)

@@ -95,7 +95,7 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(_job=None, _through=None, _swaps=[], _shares={}, _phases=[], _losses=[])
+        self.__dict__.update(_job=None, _through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _losses=[])
 
     def __call__(self, event_name): return super().__call__(event_name) if self._job else None
 
@@ -145,7 +145,7 @@ def _prepare(self:DistributedTrainer):
 @patch
 def unwrap(self:DistributedTrainer):
     unsync_bn(self._swaps)
-    self.__dict__.update(_through=None, _swaps=[], _shares={}, _phases=[], _losses=[])
+    self.__dict__.update(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _losses=[])
     if self._job: self._job.live.forget()
 
 # %% ../nbs/09_trainer.ipynb #9387e0eb
@@ -204,14 +204,26 @@ def _start(self:DistributedTrainer, cls):
 
 # %% ../nbs/09_trainer.ipynb #508b8bd4
 @patch
+def _weight(self:DistributedTrainer): return getattr(self.learn.dl, 'weights', {}).get(self.learn.iter, 1.)
+
+@patch
+def before_batch(self:DistributedTrainer):
+    padding = self.learn.training and self._weight()==0
+    if padding==self._padding: return
+    for m,_,new in self._swaps:
+        if new: m.padding = padding
+    self._padding = padding
+
+# %% ../nbs/09_trainer.ipynb #b1381f74
+@patch
 def before_backward(self:DistributedTrainer):
-    w = getattr(self.learn.dl, 'weights', {}).get(self.learn.iter, 1.)
+    w = self._weight()
     if w!=1: self.learn.loss_grad = self.learn.loss_grad*w
 
 @patch
 def after_batch(self:DistributedTrainer):
     if not self.learn.training or self.size==1 or not len(self.learn.yb): return
-    self._losses.append((self.learn.loss.detach().mean(), getattr(self.learn.dl, 'weights', {}).get(self.learn.iter, 1.)))
+    self._losses.append((self.learn.loss.detach().mean(), self._weight()))
 
 # %% ../nbs/09_trainer.ipynb #2827ec1a
 @patch

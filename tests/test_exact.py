@@ -1,0 +1,62 @@
+"N ranks with batch size `bs` compute what one process computes with `N*bs`"
+import itertools,pytest
+from collections import Counter
+from torch.profiler import ProfilerActivity,profile
+from fastcore.test import test_close,test_eq
+from fastai.basics import *
+from fastai.callback.all import *
+from fastdist import *
+from learners import digits
+
+def learner(n, bs, opt, bn=False, cbs=None):
+    set_seed(3)
+    g = torch.Generator().manual_seed(0)
+    data = list(zip(torch.randn(n, 8, generator=g), torch.randint(0, 3, (n,), generator=g)))
+    dls = DataLoaders.from_dsets(data, data, bs=bs, shuffle=True, drop_last=False, num_workers=0, device='cpu')
+    layers = [nn.Linear(8,6,bias=False),nn.BatchNorm1d(6)] if bn else [nn.Linear(8,6)]
+    mets = [accuracy,F1Score(average='macro'),Perplexity()]
+    return Learner(dls, nn.Sequential(*layers, nn.ReLU(), nn.Linear(6,3)), loss_func=CrossEntropyLossFlat(), opt_func=opt, metrics=mets, cbs=cbs)
+
+def fitted(rank, *args):
+    learn = learner(*args)
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+        learn.fit(2, 0.02)
+        preds,targs = learn.get_preds()
+    weights = torch.cat([o.detach().float().flatten() for o in learn.model.state_dict().values()])
+    return weights,tensor(learn.recorder.values[0]),tensor(learn.recorder.losses),preds,targs
+
+ns,bss = (1,5,7,101,360,361),(1,4,48)
+
+@pytest.mark.parametrize('size', (2,3,4))
+@pytest.mark.parametrize('opt,bn,clip', [(SGD,False,True), (Adam,False,False), (SGD,True,False)])
+def test_the_law(size, opt, bn, clip):
+    "Batch norm is left out where one process refuses a batch of one sample, and where few samples leave nothing but rounding to learn from"
+    for n,bs in itertools.product(ns, bss):
+        if bn and (n%(bs*size)==1 or bs*size<8): continue
+        cbs = GradientClip(.1) if clip else None
+        one = fitted(0, n, bs*size, opt, bn, cbs)
+        for o in on_ranks(lambda rank: fitted(rank, n, bs, opt, bn, cbs), size, join=False):
+            for a,b,eps in zip(one, o, (1e-4,1e-5,1e-5,1e-4,1e-9)): test_close(a, b, eps)
+
+def counted(rank, epochs, n, bn):
+    learn = digits(n=n, bs=4)
+    if not bn: learn.model = nn.Linear(64,10)
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: learn.fit(epochs)
+    return len(learn.recorder.losses),Counter(e.name for e in prof.events() if e.name.startswith('c10d::'))
+
+def extra(*args):
+    "Collectives of each kind, but for one all-reduce of the gradients in each step"
+    steps,counts = on_ranks(lambda rank: counted(rank, *args), join=False)[0]
+    return steps,counts-Counter({'c10d::allreduce_':steps})
+
+def test_only_gradients_are_exchanged_in_a_step():
+    (few,a),(many,b),(_,two) = extra(1, 100, False),extra(1, 300, False),extra(2, 100, False)
+    assert few<many
+    test_eq(a, b)
+    test_eq(sum(a.values())<=16, True)
+    per_epoch = two-a
+    test_eq(per_epoch['c10d::allreduce_'], 1)
+
+def test_batch_norm_adds_two_exchanges_a_step():
+    plain,(steps,bn) = extra(1, 100, False)[1],extra(1, 100, True)
+    test_eq(bn-plain, Counter({'c10d::allreduce_':steps, 'c10d::allgather_':steps}))
