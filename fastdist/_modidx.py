@@ -245,6 +245,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fastdist.world.World.from_env': ('world.html#world.from_env', 'fastdist/world.py'),
                                 'fastdist.world.WorldError': ('world.html#worlderror', 'fastdist/world.py'),
                                 'fastdist.world._batch': ('world.html#_batch', 'fastdist/world.py'),
+                                'fastdist.world._end_group': ('world.html#_end_group', 'fastdist/world.py'),
                                 'fastdist.world._expand': ('world.html#_expand', 'fastdist/world.py'),
                                 'fastdist.world._launcher': ('world.html#_launcher', 'fastdist/world.py'),
                                 'fastdist.world._less': ('world.html#_less', 'fastdist/world.py'),

@@ -17,7 +17,8 @@ __all__ = ['WorldError', 'World', 'from_ranks', 'expand_hosts', 'from_slurm', 't
            'Membership', 'setup_distrib', 'teardown_distrib']
 
 # %% ../nbs/00_world.ipynb #ecb58bb4
-import os,re,socket,torch
+import gc,os,re,socket,torch
+import torch.distributed.nn.functional
 from dataclasses import dataclass,replace
 from functools import lru_cache
 from torch import distributed as dist
@@ -206,6 +207,11 @@ def _update_env(kw):
     for k,v in kw.items(): os.environ.pop(k, None) if v is None else os.environ.__setitem__(k, str(v))
 
 # %% ../nbs/00_world.ipynb #e4e28eec
+def _end_group():
+    "Destroy the process group and what keeps it alive, wrappers of models in reference cycles for one"
+    gc.collect()
+    dist.destroy_process_group()
+
 class Membership:
     "This process as a member of its job: what `join` changed, and `leave` puts back"
     def __init__(self, world):
@@ -242,7 +248,7 @@ class Membership:
 
     def leave(self):
         "Undo what `join` did; safe to call twice, and after somebody else destroyed the group"
-        if self.joined and dist.is_initialized(): dist.destroy_process_group()
+        if self.joined and dist.is_initialized(): _end_group()
         if self.threads: torch.set_num_threads(self.threads)
         _update_env(self.env)
         self.joined,self.threads = False,None
@@ -261,4 +267,4 @@ def setup_distrib(
 def teardown_distrib():
     "Free what `setup_distrib` joined, and any process group that stands; safe at any time"
     while _members: _members.pop().leave()
-    if dist.is_initialized(): dist.destroy_process_group()
+    if dist.is_initialized(): _end_group()

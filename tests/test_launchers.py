@@ -31,6 +31,7 @@ def check(source, path):
     assert (a['size'],b['size'],a['source'],b['source'])==(2,2,source,source)
     assert a['weights']==b['weights'] and a['values']==b['values']
     assert (a['seen'],b['seen'])==(500,500)
+    assert (a['left'],b['left'])==(0,0)
 
 def test_torchrun(tmp_path):
     out = output(start(bin_/'torchrun', '--standalone', '--nproc_per_node', 2, script, tmp_path))
