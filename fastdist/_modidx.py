@@ -116,6 +116,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastdist.launch': { 'fastdist.launch.RankError': ('launch.html#rankerror', 'fastdist/launch.py'),
                                  'fastdist.launch.RankError.__init__': ('launch.html#rankerror.__init__', 'fastdist/launch.py'),
                                  'fastdist.launch._be_rank': ('launch.html#_be_rank', 'fastdist/launch.py'),
+                                 'fastdist.launch._free_port': ('launch.html#_free_port', 'fastdist/launch.py'),
                                  'fastdist.launch._wait': ('launch.html#_wait', 'fastdist/launch.py'),
                                  'fastdist.launch.gomp_paths': ('launch.html#gomp_paths', 'fastdist/launch.py'),
                                  'fastdist.launch.on_ranks': ('launch.html#on_ranks', 'fastdist/launch.py'),

@@ -97,7 +97,7 @@ def _await(store, key):
         try:
             store.wait([key], timedelta(seconds=1))
             return store.get(key)
-        except dist.DistStoreError: pass
+        except RuntimeError: store.check([key]) # not yet there, which each kind of store says in its own way; one that is gone raises here too
 
 def _try(func):
     "What `func` returns, and what to tell the others about how it went"

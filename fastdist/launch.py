@@ -12,7 +12,7 @@ and breaks when anybody sets the number again.
 The OpenMP runtime has a call that gives all its threads back, `omp_pause_resource_all`. Called by the parent just before it forks, there
 is nothing stale to copy, and both sides start new threads when they next need some.
 
-A second trap lies in what the child inherits to throw away. After a launch that failed, the exception keeps the launcher's store alive, whose destructor
+A second trap lies in what the child inherits to throw away. A store that the head served for an earlier group may be garbage by now, and its destructor
 joins a thread; garbage collection in a child of the next launch calls that destructor, and the thread does not exist there. So a child never collects
 what it inherited. Importing fastdist is enough for both."""
 
@@ -22,11 +22,11 @@ what it inherited. Importing fastdist is enough for both."""
 __all__ = ['gomp_paths', 'release_threads', 'RankError', 'on_ranks']
 
 # %% ../nbs/01_launch.ipynb #fe38b5ef
-import gc,os,re,time,torch
+import gc,os,re,socket,time,torch
+from contextlib import closing
 from ctypes import CDLL
 from tempfile import TemporaryDirectory
 from pathlib import Path
-from torch import distributed as dist
 from torch.multiprocessing import start_processes,ProcessRaisedException,ProcessExitedException
 from fastcore.all import *
 from .world import *
@@ -53,8 +53,11 @@ class RankError(RuntimeError):
     def __init__(self, rank, msg): super().__init__(f'rank {rank} failed:\n{msg}')
 
 # %% ../nbs/01_launch.ipynb #eef22bd1
+def _free_port():
+    with closing(socket.create_server(('127.0.0.1', 0))) as s: return s.getsockname()[1]
+
 def _be_rank(rank, fn, n, port, path, join):
-    env = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=n, MASTER_ADDR='127.0.0.1', MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True)
+    env = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=n, MASTER_ADDR='127.0.0.1', MASTER_PORT=port, FASTDIST_STORE=path/'store')
     os.environ.update({k:str(v) for k,v in env.items()})
     torch.set_num_threads(1)
     if join: setup_distrib()
@@ -83,6 +86,5 @@ def on_ranks(
 )->list: # What `fn` returned on each rank, in rank order
     "Run `fn` on `n` CPU ranks forked from this process"
     with TemporaryDirectory() as d:
-        store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-        _wait(start_processes(_be_rank, (fn, n, store.port, Path(d), join), n, join=False, start_method='fork'), timeout)
+        _wait(start_processes(_be_rank, (fn, n, _free_port(), Path(d), join), n, join=False, start_method='fork'), timeout)
         return [torch.load(Path(d)/str(i), weights_only=False) for i in range(n)]

@@ -198,6 +198,7 @@ def job_store(
     w:World # This process's world, `w.size` > 1
 )->PrefixStore: # Keys are fastdist's own
     "The key-value store that all ranks of the job share, with or without a process group"
+    if 'FASTDIST_STORE' in os.environ: return PrefixStore('fastdist', dist.FileStore(os.environ['FASTDIST_STORE']))
     if not w.master_addr or not w.master_port:
         if dist.is_initialized(): return PrefixStore('fastdist', dist.distributed_c10d._get_default_store())
         raise WorldError(f'You set WORLD_SIZE={w.size}, but no MASTER_ADDR and MASTER_PORT, so the ranks cannot meet. HINT: start with torchrun, or set both')

@@ -117,7 +117,7 @@ def test_users_group_is_left_standing():
 
 def test_group_without_variables(tmp_path):
     def f(rank):
-        for k in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE'.split(): os.environ.pop(k)
+        for k in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT FASTDIST_STORE'.split(): os.environ.pop(k)
         dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=rank, world_size=2)
         return weights(run(digits())),rank0_first(lambda: rank),this_world().source
     a,b = on_ranks(f, join=False)
