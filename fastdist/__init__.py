@@ -1,14 +1,20 @@
 """Modules:
 
 - `fastdist.accelerator`: Hugging Face Accelerate, told where this process stands
+- `fastdist.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.borrow`: What a Learner lends to a job of several ranks, and gets back
 - `fastdist.comm`: Collectives over nested structures, and who goes first
 - `fastdist.data`: A data loader's share for each rank
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang
+- `fastdist.learner`: Contexts that let a Learner train on N ranks, or on several GPUs of one process, and give it back whole
+- `fastdist.loss`: What a rank's loss weighs in a step, and how all ranks learn the loss of all, for nothing
 - `fastdist.metrics`: Metrics, losses and predictions of all ranks, put together once
 - `fastdist.norm`: Batch norm over all ranks, on any device, lent to the user's own modules
 - `fastdist.order`: Which sample goes where, by arithmetic on an order that all ranks share
-- `fastdist.trainer`: Callbacks and contexts that let a Learner train on N ranks, and give it back whole
+- `fastdist.randomness`: What ranks must decide alike, and what they must not
+- `fastdist.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
+- `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
+- `fastdist.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher"""
 
 from importlib.metadata import version
@@ -18,7 +24,8 @@ from .launch import RankError, on_ranks
 from .comm import rank0_first
 from .data import DistributedDL
 from .accelerator import OptionError
-from .trainer import ParallelTrainer, DistributedTrainer
+from .trainer import DistributedTrainer
+from .learner import ParallelTrainer
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',

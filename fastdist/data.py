@@ -12,7 +12,7 @@ keeps its part, and then for the items and batches of that part."""
 __all__ = ['DistributedDL', 'StepDL', 'EvalDL']
 
 # %% ../nbs/04_data.ipynb #41158b0b
-import copy,numpy as np
+import copy,torch,numpy as np
 from torch.utils.data import BatchSampler,DistributedSampler,IterableDataset
 from torch.utils.data import DataLoader as TorchLoader
 from accelerate.data_loader import IterableDatasetShard
@@ -20,7 +20,9 @@ from fastcore.all import *
 from fastai.torch_core import to_detach,to_device
 from fastai.data.load import DataLoader,_FakeLoader,SkipItemException
 from fastai.data.core import TfmdDL
+from fastai.learner import _ConstantFunc
 from .world import *
+from .randomness import *
 from .order import *
 
 # %% ../nbs/04_data.ipynb #11f50150
@@ -97,43 +99,67 @@ def __len__(self:DistributedDL):
 
 # %% ../nbs/04_data.ipynb #71b1413e
 @patch
-def _mine(self:DistributedDL, idxs):
-    "This rank's share of the list `idxs`"
-    if not self.slicing: return block(idxs, self.rank, self.world_size)
+def _part(self:DistributedDL, n, rank):
+    "Positions of the share of `rank` in an order of `n`"
+    if not self.slicing: return block(n, rank, self.world_size)
     size = 1 if self._whole else self.bs or 1
-    return slices(idxs, size, self.rank, self.world_size, self.drop_last and not self._whole, self.pad)
+    return slices(n, size, rank, self.world_size, self.drop_last and not self._whole, self.pad)
 
 # %% ../nbs/04_data.ipynb #75fa93b5
 @patch
+def _agree(self:DistributedDL, draw):
+    "The order that `draw` gives: of ranks in step the same, from rank 0's random state"
+    self.drawn = None
+    if not self.in_step: return draw(self.order)
+    self.in_step = False
+    with rank0_random(self.order): idxs = draw(self.order)
+    res = agreed(idxs)
+    self.drawn = None if res is idxs else (idxs,res)
+    return res
+
+@patch
+def as_drawn(self:DistributedDL)->np.ndarray: # `None` where nothing is to be done
+    "Which rows of the global order stand where this rank, which had drawn its own order for `get_preds`, will look for them"
+    if self.drawn is None or not isinstance(vars(self.dl).get('get_idxs'), _ConstantFunc): return
+    mine,used = map(np.argsort, self.drawn)
+    return used[mine.argsort()]
+
+@patch
 def get_idxs(self:DistributedDL):
-    "This rank's share of the order, which ranks in step draw from rank 0's random state"
-    if not self.in_step: idxs = self.order.get_idxs()
-    else:
-        self.in_step = False
-        with rank0_random(self.order): idxs = self.order.get_idxs()
+    "This rank's share of the order"
+    if self.n is not None and self.indexed: return self._deal(self._agree(global_order))
+    idxs,self.in_step = self.order.get_idxs(),False
     if self.n is None: return self._endless(idxs) if self.indexed else idxs
-    if self.indexed: return self._deal(list(idxs))
     self._weigh(self.n, self.bs or 1)
     return idxs
 
+# %% ../nbs/04_data.ipynb #65b88781
 @patch
 def _endless(self:DistributedDL, idxs):
     "This rank's slices of an order that has no end"
     return (o for i,o in enumerate(idxs) if i//(self.bs or 1)%self.world_size==self.rank)
 
-# %% ../nbs/04_data.ipynb #65b88781
+# %% ../nbs/04_data.ipynb #b1fc78e1
 @patch
 def _deal(self:DistributedDL, idxs):
     self.n = len(idxs)
     self._weigh(self.n, self.bs or 1)
-    return list(self._mine(idxs))
+    return pick(idxs, self._part(self.n, self.rank))
 
 @patch
 def _weigh(self:DistributedDL, n, bs):
     "Weight of each batch of this rank whose part is not as large as that of others"
     k,m = divmod(n, bs*self.world_size)
     lo,hi = part(m, self.rank, self.world_size)
-    self.weights = {k: (hi-lo)*self.world_size/m} if m and self.slicing else {}
+    ragged = m and self.slicing
+    self.weights,self.totals = ({k: (hi-lo)*self.world_size/m},{k: m}) if ragged else ({},{})
+
+@patch
+def total(self:DistributedDL,
+    step:int # Number of a step in this epoch
+)->int: # Samples of all ranks in it
+    "How many samples one process would have in its batch"
+    return self.totals.get(step, (self.bs or 1)*self.world_size)
 
 # %% ../nbs/04_data.ipynb #e286370c
 @patch
@@ -156,9 +182,9 @@ def _chunks(self:DistributedDL, samps):
 @patch
 def sample(self:DistributedDL):
     "The part of the order that falls to this data worker"
-    if self.indexed: return super(DistributedDL, self).sample()
-    g = (self.bs or 1)*self.world_size
-    return (b for i,b in enumerate(self._DataLoader__idxs) if i//g%self.num_workers==self.offs)
+    idxs,bs,g = self._DataLoader__idxs,self.bs or 1,(self.bs or 1)*self.world_size
+    if not self.indexed or self.n is None: return (b for i,b in enumerate(idxs) if i//(bs if self.indexed else g)%self.num_workers==self.offs)
+    return (o for k in range(self.offs*bs, len(idxs), self.num_workers*bs) for o in listed(idxs[k:k+bs]))
 
 @patch
 def _stream(self:DistributedDL, samps):
@@ -166,7 +192,7 @@ def _stream(self:DistributedDL, samps):
     for chunk in chunked(samps, bs*self.world_size):
         raw = list(map(o.create_item, chunk))
         if not raw or self.drop_last and len(raw)<bs*self.world_size: return
-        b = [x for x in map(self._keep, slices(raw, bs, self.rank, self.world_size, pad=self.pad)) if x is not None]
+        b = [x for x in map(self._keep, pick(raw, slices(len(raw), bs, self.rank, self.world_size, pad=self.pad))) if x is not None]
         if b: yield b if self.bs else b[0]
 
 @patch
@@ -215,8 +241,9 @@ class _Batches:
 
 @patch
 def _torch_loader(self:DistributedDL):
-    dl,same = self.dl,'num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers'
-    kw = {k:getattr(dl, k) for k in same.split()} | dict(pin_memory_device=getattr(dl, 'pin_memory_device', ''))
+    dl,same = self.dl,'num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers'
+    self.seeds = torch.Generator()
+    kw = {k:getattr(dl, k) for k in same.split()} | dict(pin_memory_device=getattr(dl, 'pin_memory_device', ''), generator=self.seeds)
     if isinstance(dl.sampler, DistributedSampler): return dl
     if isinstance(dl.dataset, IterableDataset):
         ds = IterableDatasetShard(dl.dataset, self.bs or 1, self.drop_last, self.world_size, self.rank)
@@ -229,46 +256,48 @@ def _torch_loader(self:DistributedDL):
 def _draw(self:DistributedDL):
     "Draw the order of the user's samplers and keep this rank's batches of it"
     o = self.order
-    if isinstance(o.dataset, IterableDataset): return
+    if isinstance(o.dataset, IterableDataset): return self._seed_workers(o)
     if isinstance(o.sampler, DistributedSampler): return o.sampler.set_epoch(o.sampler.epoch+1)
-    if self._whole: return self._fill(self._deal_whole(list(o.batch_sampler)))
-    mine = self._deal(list(o.sampler))
+    if self._whole: return self._fill(self._deal_whole(self._agree(lambda o: self._seed_workers(o) or list(o.batch_sampler))))
+    mine = listed(self._deal(self._agree(lambda o: self._seed_workers(o) or as_order(o.sampler))))
     self._fill(list(chunked(mine, self.bs, self.drop_last and not self.slicing)) if self.bs else mine)
+
+@patch
+def _seed_workers(self:DistributedDL, o):
+    "Draw a seed when and where torch's loader does, and seed this rank's data workers by it"
+    self.seeds.manual_seed(torch.empty((), dtype=torch.int64).random_(generator=o.generator).item()-self.rank)
 
 @patch
 def _fill(self:DistributedDL, items): ifnone(self._loader.batch_sampler, self._loader.sampler).items = items
 
 @patch
 def _deal_whole(self:DistributedDL, batches):
-    self.n = len(batches)
-    size = self.world_size
-    total = [sum(map(len, batches[k:k+size])) for k in range(0, self.n, size)]
-    own = [len(batches[k]) if k<self.n else 0 for k in range(self.rank, len(total)*size, size)]
-    self.weights = {i:o*size/t for i,(o,t) in enumerate(zip(own, total)) if o*size!=t}
-    starts = np.cumsum([0]+[len(b) for b in batches])
-    self._whole_pos = [int(i) for k in self._mine(list(range(self.n))) for i in range(starts[k], starts[k+1])]
-    return self._mine(batches)
+    self.n,size = len(batches),self.world_size
+    self.totals = {i:sum(map(len, batches[k:k+size])) for i,k in enumerate(range(0, self.n, size))}
+    own = [len(batches[k]) if k<self.n else 0 for k in range(self.rank, len(self.totals)*size, size)]
+    self.weights = {i:o*size/t for i,(o,t) in enumerate(zip(own, self.totals.values())) if o*size!=t}
+    self._starts = np.cumsum([0]+[len(b) for b in batches])
+    return pick(batches, self._part(self.n, self.rank))
 
 # %% ../nbs/04_data.ipynb #629ef94e
 @patch
 def _iter_torch(self:DistributedDL):
-    if not self.in_step: self._draw()
-    else:
-        self.in_step = False
-        with rank0_random(self.order): self._draw()
+    self._draw()
     for b in self._loader: yield b if self.device is None else to_device(b, self.device)
 
 @patch
 def __iter__(self:DistributedDL): return self._iter_torch() if self.torch else super(DistributedDL, self).__iter__()
 
 # %% ../nbs/04_data.ipynb #9032e166
-@patch(as_prop=True)
-def positions(self:DistributedDL)->list:
-    "Place in the global order of each sample of this rank, `None` where a torch loader deals them out by itself"
+@patch
+def positions(self:DistributedDL,
+    rank:int # Any rank
+)->np.ndarray: # `None` where a torch loader deals samples out by itself
+    "Place in the global order of each sample of `rank`"
     o = self.order
-    if self._whole: return self._whole_pos
     if self.n is None or self.torch and (isinstance(o.dataset, IterableDataset) or isinstance(o.sampler, DistributedSampler)): return
-    return self._mine(list(range(self.n)))
+    pos = self._part(self.n, rank)
+    return np.concatenate([np.arange(*self._starts[k:k+2]) for k in pos] or [pos]) if self._whole else pos
 
 # %% ../nbs/04_data.ipynb #6bccc13c
 class StepDL(DistributedDL):
