@@ -37,6 +37,9 @@ class _Once:
 class WrapperCallback(Callback):
     "Base of callbacks that lend a Learner a wrapper for its forward pass, from when they are added until they are removed"
     order,_through,_fitting = 11,None,False
+    def __call__(self, event_name):
+        "Answer `event_name` where there is an answer; to look for one in the Learner would take longer than most answers"
+        return super().__call__(event_name) if hasattr(type(self), event_name) else None
     _lent = '_with_events','_do_one_batch'
 
     @property
@@ -59,10 +62,10 @@ class WrapperCallback(Callback):
 # %% ../nbs/08_borrow.ipynb #cbb90476
 @patch
 def _on_with_events(self:WrapperCallback, f, event_type, ex, final=noop):
-    run = partial(type(self.learn)._with_events, self.learn, f, event_type, ex, final)
-    if event_type!='fit': return run()
+    run = type(self.learn)._with_events
+    if event_type!='fit': return run(self.learn, f, event_type, ex, final)
     self._fitting = True
-    try: return run()
+    try: return run(self.learn, f, event_type, ex, final)
     finally:
         self._fitting = False
         self.unwrap()
@@ -96,6 +99,7 @@ def is_rank0_only(cb)->bool:
 class QuietCallback(Callback):
     "On ranks other than 0, keeps callbacks that show or write from running; before all others, since some open files as soon as they run"
     order = -1000
+    def __call__(self, event_name): return super().__call__(event_name) if event_name=='before_fit' else None
     def before_fit(self):
         for cb in self.learn.cbs.filter(is_rank0_only): cb.run = False
 

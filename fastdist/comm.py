@@ -93,7 +93,7 @@ class _Packer(pickle.Pickler):
 
     def persistent_id(self, o):
         if not isinstance(o, torch.Tensor) or o.layout!=torch.strided or o.is_quantized: return
-        raw,start = o.detach().cpu().contiguous().view(-1).view(torch.uint8),self.end
+        raw,start = torch.empty(o.numel(), dtype=o.dtype).copy_(o.detach().reshape(-1)).view(torch.uint8),self.end
         self.tensors.append(F.pad(raw, (0, -len(raw)%16)))
         self.end += len(self.tensors[-1])
         return start,len(raw),o.dtype,tuple(o.shape),torch.Tensor if isinstance(o, torch.nn.Parameter) else type(o)

@@ -12,7 +12,7 @@ keeps its part, and then for the items and batches of that part."""
 __all__ = ['DistributedDL', 'StepDL', 'EvalDL']
 
 # %% ../nbs/04_data.ipynb #41158b0b
-import copy,torch,numpy as np
+import copy,random,torch,numpy as np
 from torch.utils.data import BatchSampler,DistributedSampler,IterableDataset
 from torch.utils.data import DataLoader as TorchLoader
 from accelerate.data_loader import IterableDatasetShard
@@ -31,7 +31,9 @@ def _order_dl(dl, g):
     if isinstance(dl, TorchLoader): return dl
     if dl.bs in (None,g) or not hasattr(dl, 'make_chunks'): res = copy.copy(dl)
     else:
+        state = random.getstate()
         res = dl.new(bs=g)
+        random.setstate(state)
         res.items,res.lens,res.rng = dl.items,dl.lens,dl.rng
         res.make_chunks()
     res.bs = g if dl.bs else None
@@ -153,6 +155,13 @@ def _weigh(self:DistributedDL, n, bs):
     lo,hi = part(m, self.rank, self.world_size)
     ragged = m and self.slicing
     self.weights,self.totals = ({k: (hi-lo)*self.world_size/m},{k: m}) if ragged else ({},{})
+
+@patch
+def n_steps(self:DistributedDL)->int: # 0 where nobody knows
+    "Steps of rank 0, which has as many as any other"
+    first = copy.copy(self)
+    first.rank = 0
+    return 0 if self.n is None else len(first)
 
 @patch
 def total(self:DistributedDL,

@@ -14,6 +14,7 @@ __all__ = ['combine_stats']
 # %% ../nbs/10_report.ipynb #8f82bf9c
 import torch,numpy as np
 from contextlib import contextmanager
+from inspect import signature
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
@@ -27,13 +28,18 @@ from .trainer import *
 # %% ../nbs/10_report.ipynb #96e3d973
 @patch
 def _note(self:DistributedTrainer, ph):
-    "Remember the batch's size and what its loss divides by, and see how users' metrics are put together"
+    "Remember the batch's size and what its loss divides by, and exchange it for metrics that need it whole"
     learn = self.learn
     if learn.training and not self._has_train_metrics(): return
-    if not self._part(): return self._keep(ph)
+    here = learn if self._part() else None
+    self._whole_batches(ph, here)
+    if here is None: return self._silence(learn.metrics)
     ph.sizes.append(find_bs(learn.yb or learn.xb))
     if not learn.training and (loss := self._loss_numbers(ph.sizes[-1])) is not None: ph.losses.append(loss)
-    for m in filter(is_users, learn.metrics): self._try(m, ph.sizes[-1])
+
+@patch
+def _silence(self:DistributedTrainer, mets):
+    for m in mets: m.accumulate = noop
 
 @patch
 def _has_train_metrics(self:DistributedTrainer): return getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False)
@@ -41,37 +47,62 @@ def _has_train_metrics(self:DistributedTrainer): return getattr(getattr(self.lea
 @patch
 def _loss_numbers(self:DistributedTrainer, n):
     "Numerator, denominator and size of this batch, where its loss is no mean over samples"
-    f,l = self.learn.loss_func,self.learn.loss.detach() if len(self.learn.yb) else None
-    if l is None or l.ndim or not (is_summed(f) or has_normaliser(f)): return
-    v = l.new_ones(()) if is_summed(f) else normaliser(f, self.learn.yb[0])
-    return None if v is None else torch.stack([torch.where(v>0, l*v, 0.), v.to(l), l.new_full((), n)])
+    (summed,counts),l = self._loss_kind(),self.learn.loss.detach().as_subclass(torch.Tensor) if len(self.learn.yb) else None
+    if l is None or l.ndim or not (summed or counts): return
+    v = l.new_ones(()) if summed else normaliser(self.learn.loss_func, self.learn.yb[0].as_subclass(torch.Tensor))
+    return None if v is None else torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
 
 # %% ../nbs/10_report.ipynb #c43a5fbe
 @patch
-def _keep(self:DistributedTrainer, ph): ph.kept = [(m, {k:list(v) if isinstance(v, list) else v for k,v in vars(m).items()}) for m in self.learn.metrics]
+def _plan_metrics(self:DistributedTrainer, here):
+    new = [m for m in self.learn.metrics if must_try(m) and id(m) not in self._plans]
+    if not new: return
+    targets,found = zip(*gather_objs((here is not None and len(here.yb)>0, [evidence(m, here) for m in new])))
+    if not any(targets): return
+    self._plans |= {id(m):plan(o) for m,*o in zip(new, *found)}
+    self._planned += new
 
 @patch
-def _try(self:DistributedTrainer, m, n):
-    found,times = self._tried.get(id(m), ({},0))
-    if n<2 or times>=3 or times and all(len(o)==1 for o in found.values()): return
-    new = try_ways(m, self.learn)
-    self._tried[id(m)] = {k:[w for w in o if w in found.get(k, o)] for k,o in new.items()},times+1
+def _whole_batches(self:DistributedTrainer, ph, here):
+    if getattr(self.learn, 'recorder', None) is None: return
+    if not ph.tried:
+        self._ask_loss(here)
+        self._plan_metrics(here)
+    ph.tried = True
+    mets = [m for m in self.learn.metrics if self._plans.get(id(m), 1) is None]
+    if not mets: return
+    pred,xb,yb,loss = whole_batch(here, here and self._loss_parts())
+    self._silence(mets)
+    for m in mets if len(yb) else []: type(m).accumulate(m, Batch(self.learn, pred, xb, yb, loss=loss))
+
+@patch
+def _loss_parts(self:DistributedTrainer):
+    "What this rank adds to numerator and denominator of the batch's loss, which in training is everybody's already"
+    if not len(self.learn.yb): return 0.,1.
+    l,n = self.learn.loss.detach().mean().cpu(),find_bs(self.learn.yb)
+    if self.learn.training: return l,1.
+    if self._loss_kind()[0]: return l,self._part()/self.size
+    num,den,_ = ifnone(self._loss_numbers(n), (l*n,n,n))
+    return num,den
 
 # %% ../nbs/10_report.ipynb #4234cb11
 @patch
 def _report(self:DistributedTrainer, ph):
     if ph.dl is None: return
     rec,mets = getattr(self.learn, 'recorder', None),self.learn.metrics
-    for m,state in ph.kept: vars(m).update(state)
     if not self.learn.training: mets = L(getattr(rec, 'loss', None)).filter()+mets
     if rec and (not self.learn.training or rec.train_metrics): self._merge_metrics(mets, ph)
     for cb in L() if self.learn.training else self._gathering(): self._gather(cb, ph)
 
 @patch
+def _catch_up(self:DistributedTrainer, ph):
+    for _ in range(ph.dl.n_steps()-len(ph.sizes)): self._whole_batches(ph, None)
+
+@patch
 def _merge_metrics(self:DistributedTrainer, mets, ph):
-    f = self.learn.loss_func
-    losses = None if self.learn.training or not (is_summed(f) or has_normaliser(f)) else _stacked(ph.losses)
-    merge_metrics(mets, ph.sizes, {k:v for k,(v,_) in self._tried.items()}, losses, is_summed(f))
+    for m in mets: vars(m).pop('accumulate', None)
+    losses = None if self.learn.training or not any(self._loss_kind()) else _stacked(ph.losses)
+    merge_metrics(mets, ph.sizes, self._plans, losses, self._loss_kind()[0])
 
 def _stacked(rows): return torch.stack(rows).double().cpu() if rows else torch.zeros(0, 3, dtype=torch.float64)
 
@@ -106,9 +137,16 @@ def preds_on_rank0(self:Learner):
     "Inside, rank 0 alone gets the predictions of all ranks; `get_preds` gives the others `None` for each of its results"
     cbs = self._grab_cbs(DistributedTrainer)
     for cb in cbs: cb._dst = 0
+    if any(cb.size>1 and cb._job.world.rank for cb in cbs): self.get_preds = partial(_nothing, self)
     try: yield self
     finally:
         for cb in cbs: cb._dst = None
+        vars(self).pop('get_preds', None)
+
+def _nothing(learn, *args, **kwargs):
+    get = type(learn).get_preds
+    decoded = signature(get).bind(learn, *args, **kwargs).arguments.get('with_decoded', False)
+    return (None,)*(len(get(learn, *args, **kwargs))+decoded)
 
 # %% ../nbs/10_report.ipynb #ed954ffb
 def combine_stats(
@@ -120,7 +158,7 @@ def combine_stats(
     total = (n*mean).sum()/n.sum()
     var = (((n-1).clip(0)*std**2).sum()+(n*(mean-total)**2).sum())/(n.sum()-1)
     hist = dict(hist=sum(p['hist'] for p in parts if p['n'])) if 'hist' in parts[0] else {}
-    return dict(mean=total, std=var**.5, near_zero=(n*zero).sum()/n.sum()) | hist
+    return dict(mean=float(total), std=float(var**.5), near_zero=float((n*zero).sum()/n.sum())) | hist
 
 @patch
 def _counting(self:DistributedTrainer, hook, m, i, o):

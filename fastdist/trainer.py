@@ -14,6 +14,7 @@ __all__ = ['DistributedTrainer']
 
 # %% ../nbs/09_trainer.ipynb #5741cbd2
 import os,torch
+from warnings import warn
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ def _at_rest(): return dict(_through=None, _padding=False, _swaps=[], _shares={}
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
-    _stateattrs = ('_job','_through','_swaps','_shares','_phases','_window','_sums','_unsynced','_tried')
+    _stateattrs = ('_job','_through','_swaps','_shares','_phases','_window','_sums','_unsynced','_plans','_planned','_opaque','_kind')
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
@@ -53,7 +54,7 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(_job=None, _tried={}, _dst=None, **_at_rest())
+        self.__dict__.update(_job=None, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
 
     def __call__(self, event_name): return super().__call__(event_name) if self._job else None
 
@@ -117,6 +118,7 @@ def _set_precision(self:DistributedTrainer, mp):
 def unwrap(self:DistributedTrainer):
     unsync_bn(self._swaps)
     self.__dict__.update(_at_rest())
+    for m in self.learn.metrics: vars(m).pop('accumulate', None)
     if self._job: self._job.live.forget()
 
 # %% ../nbs/09_trainer.ipynb #9387e0eb
@@ -158,9 +160,16 @@ def _startup(self:DistributedTrainer):
 # %% ../nbs/09_trainer.ipynb #84d4eb99
 @patch
 def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
-    run = partial(super(DistributedTrainer, self)._on_with_events, f, event_type, ex, final)
-    outer = self.size>1 and not self._fitting and not self._phases and event_type in ('fit','validate')
-    with own_random(self._job.world.rank) if outer else nullcontext(), self._all_stats() if event_type=='fit' else nullcontext(): return run()
+    run = super(DistributedTrainer, self)._on_with_events
+    if event_type=='validate' and self.size>1: f = partial(self._to_the_end, f)
+    if event_type not in ('fit','validate') or self._fitting or self._phases or self.size==1: return run(f, event_type, ex, final)
+    with own_random(self._job.world.rank), self._all_stats(): return run(f, event_type, ex, final)
+
+@patch
+def _to_the_end(self:DistributedTrainer, all_batches):
+    "Evaluate, and be there for what ranks with more batches exchange, before any callback begins something else"
+    all_batches()
+    if self._phases[-1].dl is not None: self._catch_up(self._phases[-1])
 
 @patch
 def before_train(self:DistributedTrainer):
@@ -173,7 +182,7 @@ def before_train(self:DistributedTrainer):
 def _start(self:DistributedTrainer, cls):
     dl = self._share(self.learn.dl, cls)
     shared = isinstance(dl, DistributedDL)
-    self._phases.append(SimpleNamespace(dl=dl if shared else None, sizes=[], losses=[], kept=[]))
+    self._phases.append(SimpleNamespace(dl=dl if shared else None, sizes=[], losses=[], tried=False))
     if shared: dl.in_step = True
     self.learn.dl = dl
 
@@ -191,6 +200,8 @@ def after_validate(self:DistributedTrainer):
 def _note(self:DistributedTrainer, ph): "Remember of this batch what `fastdist.report` needs"
 @patch
 def _all_stats(self:DistributedTrainer): return nullcontext()
+@patch
+def _catch_up(self:DistributedTrainer, ph): "Take part for the batches that this rank does not have"
 @patch
 def _report(self:DistributedTrainer, ph): "Let `fastdist.report` put together what tells of the phase"
 
@@ -219,10 +230,29 @@ def before_batch(self:DistributedTrainer):
 
 # %% ../nbs/09_trainer.ipynb #b1381f74
 @patch
+def _ask_loss(self:DistributedTrainer, here):
+    "Let the ranks find out together how a loss that does not say it reduces; `here` is `None` without a batch"
+    f = self.learn.loss_func
+    if self._kind[0] and self._kind[0][0] is f or not is_opaque(f) or id(f) in self._opaque: return
+    found = gather_objs(how_reduced(f, here.pred, here.yb) if here is not None and len(here.yb) else None)
+    if 'other' in found and self._job.world.rank==0: warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
+        'them differ from one process. HINT: use a loss of fastai or torch, which say by what they divide')
+    self._opaque[id(f)] = f,'sum' in found and not {'mean','other'}&set(found)
+    self._kind = (None,)
+
+@patch
+def _loss_kind(self:DistributedTrainer):
+    "Is the loss a sum, and does its mean divide by what counts of the targets?"
+    f = self.learn.loss_func
+    key = f,getattr(f, 'reduction', None)
+    if self._kind[0]!=key: self._kind = key,(is_summed(f) or self._opaque.get(id(f), (f,False))[1],has_normaliser(f))
+    return self._kind[1]
+
+@patch
 def _weights(self:DistributedTrainer):
-    part,f,n = self._part(),self.learn.loss_func,self.size
-    if is_summed(f): return (float(n) if part else 0.),1.
-    v = self._counted(f, self.learn.yb[0]) if has_normaliser(f) else None
+    part,n,(summed,counts) = self._part(),self.size,self._loss_kind()
+    if summed: return (float(n) if part else 0.),1.
+    v = self._counted(self.learn.loss_func, self.learn.yb[0]) if counts else None
     if v is None or not part: return part,part
     w = v*(n/(batch_total(self.learn.dl, self.learn.iter)*self._per_sample))
     return w,w
@@ -231,13 +261,14 @@ def _weights(self:DistributedTrainer):
 def _counted(self:DistributedTrainer, f, y):
     "What the mean divides by on this rank: on the CPU a number, on a GPU a tensor that nobody waits for"
     if self._per_sample is None: self._per_sample = 1. if y.ndim<2 else all_reduce(tensor([y.numel()/len(y)]), 'max').item()
-    v = normaliser(f, y)
+    v = normaliser(f, y.as_subclass(torch.Tensor))
     return v.item() if v is not None and v.device.type=='cpu' else v
 
 # %% ../nbs/09_trainer.ipynb #2827ec1a
 @patch
 def before_backward(self:DistributedTrainer):
     if self.size==1 and not self._window: return
+    self._ask_loss(self.learn if self._part() else None)
     w,d = self._weights()
     f = w*self._in_window()
     if not (isinstance(f, float) and f==1): self.learn.loss_grad = self.learn.loss_grad*f
@@ -254,13 +285,19 @@ def _in_window(self:DistributedTrainer):
 
 @patch
 def _add_up(self:DistributedTrainer, w, d):
-    l,carry = self.learn.loss.detach().mean().float(),self._job.live.carry
-    num = torch.where(w>0, l*w, 0.) if isinstance(w, Tensor) else l*w if w else l.new_zeros(())
-    mine = torch.stack([num, d.to(num) if isinstance(d, Tensor) else l.new_full((), d)])
-    if self._window: self._unsynced.append(mine)
-    s = self._window.scale
-    self._sums,self._scales = self._sums+mine*s if self._window else mine,self._scales+s
-    if carry is not None and self._exchanges(): self.learn.loss_grad = Carry.apply(self.learn.loss_grad, carry, self._sums.to(carry))
+    carry,win,s = self._job.live.carry,self._window,self._window.scale
+    mine = _numbers(self.learn.loss, w, d)
+    if win: self._unsynced.append(mine)
+    self._sums,self._scales = self._sums+mine*s if win else mine,self._scales+s
+    if carry is not None and self._exchanges(): self.learn.loss_grad = Carry.apply(self.learn.loss_grad, carry, self._sums.to(carry.dtype))
+
+def _numbers(loss, w, d):
+    "Weighted loss and weight, without waiting for a GPU"
+    l = loss.detach().as_subclass(torch.Tensor)
+    if l.ndim: l = l.mean()
+    if l.device.type=='cpu': return torch.tensor([l.item()*w if w else 0., d], dtype=torch.float32)
+    if not isinstance(w, torch.Tensor): return torch.stack([l.float()*w if w else l.new_zeros(()), l.new_full((), d)])
+    return torch.stack([torch.where(w>0, l.float()*w, 0.), d.float()])
 
 # %% ../nbs/09_trainer.ipynb #5fec2e92
 @patch
@@ -271,7 +308,7 @@ def after_backward(self:DistributedTrainer):
     if not self._window.ends: return
     if mean is None: mean = all_reduce(self._sums.clone())/self.size
     num,den = mean
-    if has_normaliser(self.learn.loss_func): self._divide(den/self._scales)
+    if self._loss_kind()[1]: self._divide(den/self._scales)
     if not self._window: self.learn.loss = num/den
     self._sums,self._scales = 0.,0.
 

@@ -244,7 +244,8 @@ class Membership:
         store = job_store(self.world)
         nth = store.add(f'group/{self.world.rank}', 1)
         store = PrefixStore(f'group{nth}', store)
-        dist.init_process_group(backend, store=store, rank=self.world.rank, world_size=self.world.size, timeout=timeout)
+        with modified_env(TORCH_DIST_INIT_BARRIER='1'):
+            dist.init_process_group(backend, store=store, rank=self.world.rank, world_size=self.world.size, timeout=timeout)
         self.joined = True
 
     def leave(self):
