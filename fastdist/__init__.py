@@ -25,6 +25,7 @@ from .comm import rank0_first
 from .data import DistributedDL
 from .accelerator import OptionError
 from .trainer import DistributedTrainer
+from . import report
 from .learner import ParallelTrainer
 
 __version__ = version('fastdist')

@@ -263,8 +263,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastdist/report.py'),
                                  'fastdist.report.DistributedTrainer._gathering': ( 'report.html#distributedtrainer._gathering',
                                                                                     'fastdist/report.py'),
-                                 'fastdist.report.DistributedTrainer._has_train_metrics': ( 'report.html#distributedtrainer._has_train_metrics',
-                                                                                            'fastdist/report.py'),
                                  'fastdist.report.DistributedTrainer._loss_numbers': ( 'report.html#distributedtrainer._loss_numbers',
                                                                                        'fastdist/report.py'),
                                  'fastdist.report.DistributedTrainer._loss_parts': ( 'report.html#distributedtrainer._loss_parts',

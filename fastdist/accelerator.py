@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import fields,replace
 from accelerate import Accelerator as HFAccelerator
 from accelerate.state import AcceleratorState,GradientState,PartialState
-from accelerate.utils import AutocastKwargs,DataLoaderConfiguration,DDPCommunicationHookType,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
+from accelerate.utils import AutocastKwargs,DataLoaderConfiguration,DDPCommunicationHookType,DistributedDataParallelKwargs
+from accelerate.utils import GradScalerKwargs,InitProcessGroupKwargs
 from fastcore.all import *
 from .world import *
 from .loss import *
@@ -65,6 +66,7 @@ def _check_accumulation(steps, plugin):
     if plugin and not plugin.sync_with_dataloader: raise OptionError('sync_with_dataloader', False, 'an epoch ends with a step. HINT: fastai\'s GradientAccumulation goes on')
     if plugin and not plugin.adjust_scheduler: raise OptionError('adjust_scheduler', False, 'fastai schedules by batches. HINT: leave it out')
 
+# %% ../nbs/07_accelerator.ipynb #4272cab6
 def _check_loader_config(cfg):
     for f in fields(cfg) if cfg else []:
         v = getattr(cfg, f.name)
@@ -88,6 +90,7 @@ def asked_steps(env):
     _check_accumulation(int(n) if n.isdigit() else n, None)
     return int(n)
 
+# %% ../nbs/07_accelerator.ipynb #4556e688
 def asked_precision(env):
     "The mixed precision that `accelerate launch`, its YAML file or `notebook_launcher` asks for: 'no', 'bf16' or 'fp16'"
     own = env.get('MIXED_PRECISION') if _launched_in_notebook(env) else None

@@ -156,6 +156,7 @@ def _weigh(self:DistributedDL, n, bs):
     ragged = m and self.slicing
     self.weights,self.totals = ({k: (hi-lo)*self.world_size/m},{k: m}) if ragged else ({},{})
 
+# %% ../nbs/04_data.ipynb #19c0a744
 @patch
 def n_steps(self:DistributedDL)->int: # 0 where nobody knows
     "Steps of rank 0, which has as many as any other"
@@ -276,6 +277,7 @@ def _seed_workers(self:DistributedDL, o):
     "Draw a seed when and where torch's loader does, and seed this rank's data workers by it"
     self.seeds.manual_seed(torch.empty((), dtype=torch.int64).random_(generator=o.generator).item()-self.rank)
 
+# %% ../nbs/04_data.ipynb #3e826717
 @patch
 def _fill(self:DistributedDL, items): ifnone(self._loader.batch_sampler, self._loader.sampler).items = items
 

@@ -21,7 +21,6 @@ from .data import *
 from .accelerator import *
 from .borrow import *
 from .trainer import *
-import fastdist.report
 
 # %% ../nbs/11_learner.ipynb #74ece329
 @patch

@@ -18,7 +18,6 @@ __all__ = ['ways', 'gained', 'in_turn', 'merge', 'join_rows', 'take_rows', 'Batc
 import copy,itertools,numbers,torch,numpy as np
 from functools import reduce
 from fastcore.all import *
-from torch import distributed as dist
 from fastai.torch_core import apply,find_bs,to_concat
 from fastai.data.core import detuplify
 from fastai.learner import AvgLoss,AvgMetric,Metric
@@ -71,6 +70,7 @@ def _is_num(o): return isinstance(o, (numbers.Number, torch.Tensor, np.ndarray))
 
 def _join(parts): return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else np.concatenate(parts)
 
+# %% ../nbs/06_metrics.ipynb #7468220f
 def _extreme(how, a, b):
     if isinstance(a, torch.Tensor): return getattr(torch, how+'imum')(a, b)
     return getattr(np, how+'imum')(a, b) if isinstance(a, np.ndarray) else dict(max=max, min=min)[how](a, b)
@@ -181,6 +181,7 @@ def evidence(
     try: return _try(met, learn, n) if n>1 else None
     except Exception: return None
 
+# %% ../nbs/06_metrics.ipynb #9c446718
 def _clear(found): return len(found)==1 or set(ways[:4])<=set(found)
 
 def plan(

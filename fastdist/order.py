@@ -59,6 +59,7 @@ def slices(
 
 def _small(n): return np.int32 if n<2**31 else np.int64
 
+# %% ../nbs/03_order.ipynb #5029cbd0
 def pick(
     idxs, # Global order: a list, or an array of shape `(n,)`
     pos:np.ndarray # Positions in it

@@ -33,6 +33,7 @@ def _set_global(state):
     torch.set_rng_state(tch)
     if cuda is not None: torch.cuda.set_rng_state(cuda)
 
+# %% ../nbs/02b_randomness.ipynb #981401da
 def _generators(dl):
     "The torch generators from which loader `dl` may draw its order"
     owners = (dl, getattr(dl, 'sampler', None), getattr(getattr(dl, 'batch_sampler', None), 'sampler', None))

@@ -30,7 +30,6 @@ from .trainer import *
 def _note(self:DistributedTrainer, ph):
     "Remember the batch's size and what its loss divides by, and exchange it for metrics that need it whole"
     learn = self.learn
-    if learn.training and not self._has_train_metrics(): return
     here = learn if self._part() else None
     self._whole_batches(ph, here)
     if here is None: return self._silence(learn.metrics)
@@ -42,15 +41,14 @@ def _silence(self:DistributedTrainer, mets):
     for m in mets: m.accumulate = noop
 
 @patch
-def _has_train_metrics(self:DistributedTrainer): return getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False)
-
-@patch
 def _loss_numbers(self:DistributedTrainer, n):
     "Numerator, denominator and size of this batch, where its loss is no mean over samples"
     (summed,counts),l = self._loss_kind(),self.learn.loss.detach().as_subclass(torch.Tensor) if len(self.learn.yb) else None
     if l is None or l.ndim or not (summed or counts): return
     v = l.new_ones(()) if summed else normaliser(self.learn.loss_func, self.learn.yb[0].as_subclass(torch.Tensor))
-    return None if v is None else torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
+    if v is None: return
+    if l.device.type=='cpu': return [l.item()*v.item() if v else 0., v.item(), n]
+    return torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
 
 # %% ../nbs/10_report.ipynb #c43a5fbe
 @patch
@@ -64,16 +62,15 @@ def _plan_metrics(self:DistributedTrainer, here):
 
 @patch
 def _whole_batches(self:DistributedTrainer, ph, here):
-    if getattr(self.learn, 'recorder', None) is None: return
-    if not ph.tried:
+    if ph.recorder is None: return
+    if ph.whole is None:
         self._ask_loss(here)
         self._plan_metrics(here)
-    ph.tried = True
-    mets = [m for m in self.learn.metrics if self._plans.get(id(m), 1) is None]
-    if not mets: return
+        ph.whole = [m for m in self.learn.metrics if self._plans.get(id(m), 1) is None]
+    if not ph.whole: return
     pred,xb,yb,loss = whole_batch(here, here and self._loss_parts())
-    self._silence(mets)
-    for m in mets if len(yb) else []: type(m).accumulate(m, Batch(self.learn, pred, xb, yb, loss=loss))
+    self._silence(ph.whole)
+    for m in ph.whole if len(yb) else []: type(m).accumulate(m, Batch(self.learn, pred, xb, yb, loss=loss))
 
 @patch
 def _loss_parts(self:DistributedTrainer):
@@ -89,9 +86,8 @@ def _loss_parts(self:DistributedTrainer):
 @patch
 def _report(self:DistributedTrainer, ph):
     if ph.dl is None: return
-    rec,mets = getattr(self.learn, 'recorder', None),self.learn.metrics
-    if not self.learn.training: mets = L(getattr(rec, 'loss', None)).filter()+mets
-    if rec and (not self.learn.training or rec.train_metrics): self._merge_metrics(mets, ph)
+    mets = self.learn.metrics if self.learn.training else L(getattr(ph.recorder, 'loss', None)).filter()+self.learn.metrics
+    if ph.recorder and (not self.learn.training or ph.train_metrics): self._merge_metrics(mets, ph)
     for cb in L() if self.learn.training else self._gathering(): self._gather(cb, ph)
 
 @patch
@@ -104,7 +100,10 @@ def _merge_metrics(self:DistributedTrainer, mets, ph):
     losses = None if self.learn.training or not any(self._loss_kind()) else _stacked(ph.losses)
     merge_metrics(mets, ph.sizes, self._plans, losses, self._loss_kind()[0])
 
-def _stacked(rows): return torch.stack(rows).double().cpu() if rows else torch.zeros(0, 3, dtype=torch.float64)
+# %% ../nbs/10_report.ipynb #4ac9c927
+def _stacked(rows):
+    if rows and isinstance(rows[0], torch.Tensor): return torch.stack(rows).double().cpu()
+    return torch.tensor(rows, dtype=torch.float64).view(-1, 3)
 
 # %% ../nbs/10_report.ipynb #3a8fc5d2
 class _FileNumber:
@@ -120,6 +119,7 @@ def before_validate(self:DistributedTrainer):
     self._start(EvalDL)
     for cb in self._gathering(): cb.__dict__['iter'] = _FileNumber(self)
 
+# %% ../nbs/10_report.ipynb #ce029165
 @patch
 def _gather(self:DistributedTrainer, cb, ph):
     vars(cb).pop('iter', None)

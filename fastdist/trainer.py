@@ -13,7 +13,7 @@ among them, and batch norm's statistics."""
 __all__ = ['DistributedTrainer']
 
 # %% ../nbs/09_trainer.ipynb #5741cbd2
-import os,torch
+import math,os,torch
 from warnings import warn
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,7 +37,11 @@ from .borrow import *
 from .accumulate import *
 
 # %% ../nbs/09_trainer.ipynb #97a04058
-def _at_rest(): return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sums=0., _scales=0., _unsynced=[], _per_sample=None)
+_in_each_batch = 'before_batch','before_backward','after_backward','after_batch'
+
+def _at_rest():
+    "What a fit changes, as it is outside of one"
+    return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sums=0., _scales=0., _unsynced=[], _per_sample=None)
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
@@ -56,7 +60,10 @@ class DistributedTrainer(WrapperCallback):
         super()._init_state()
         self.__dict__.update(_job=None, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
 
-    def __call__(self, event_name): return super().__call__(event_name) if self._job else None
+    def __call__(self, event_name):
+        if not self._job: return
+        if event_name in _in_each_batch: return getattr(self, event_name)()
+        super().__call__(event_name)
 
     @property
     def accelerator(self): return self._job.live.acc if self._job else None
@@ -104,6 +111,7 @@ def _prepare(self:DistributedTrainer):
     self._through = self._job.live.prepare(self.learn.model)
     self._swaps = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else []
 
+# %% ../nbs/09_trainer.ipynb #2cebf081
 @patch
 def _accumulation(self:DistributedTrainer):
     "fastai's `GradientAccumulation`, where it needs help to count"
@@ -114,6 +122,7 @@ def _set_precision(self:DistributedTrainer, mp):
     live = self._job.live
     if not isinstance(mp, LaunchPrecision): set_precision(mp, self._job.world.device, live.autocast_options, live.scaler_options)
 
+# %% ../nbs/09_trainer.ipynb #8678512a
 @patch
 def unwrap(self:DistributedTrainer):
     unsync_bn(self._swaps)
@@ -171,6 +180,7 @@ def _to_the_end(self:DistributedTrainer, all_batches):
     all_batches()
     if self._phases[-1].dl is not None: self._catch_up(self._phases[-1])
 
+# %% ../nbs/09_trainer.ipynb #7136c59a
 @patch
 def before_train(self:DistributedTrainer):
     if [p.requires_grad for p in self.learn.model.parameters()]!=self._trainable: self._prepare()
@@ -182,26 +192,31 @@ def before_train(self:DistributedTrainer):
 def _start(self:DistributedTrainer, cls):
     dl = self._share(self.learn.dl, cls)
     shared = isinstance(dl, DistributedDL)
-    self._phases.append(SimpleNamespace(dl=dl if shared else None, sizes=[], losses=[], tried=False))
+    rec = getattr(self.learn, 'recorder', None)
+    self._phases.append(SimpleNamespace(dl=dl if shared else None, sizes=[], losses=[], whole=None, recorder=rec, train_metrics=rec and rec.train_metrics))
     if shared: dl.in_step = True
     self.learn.dl = dl
 
-# %% ../nbs/09_trainer.ipynb #7136c59a
+# %% ../nbs/09_trainer.ipynb #bfcb09c5
 @patch
 def before_validate(self:DistributedTrainer): self._start(EvalDL)
 @patch
 def after_batch(self:DistributedTrainer):
-    if self._phases and self._phases[-1].dl is not None: self._note(self._phases[-1])
+    ph = self._phases[-1] if self._phases else None
+    if ph and ph.dl is not None and (ph.train_metrics or not self.learn.training): self._note(ph)
 @patch
 def after_validate(self:DistributedTrainer):
     if self._phases: self._report(self._phases.pop())
 
+# %% ../nbs/09_trainer.ipynb #8dc02640
 @patch
 def _note(self:DistributedTrainer, ph): "Remember of this batch what `fastdist.report` needs"
 @patch
 def _all_stats(self:DistributedTrainer): return nullcontext()
 @patch
 def _catch_up(self:DistributedTrainer, ph): "Take part for the batches that this rank does not have"
+
+# %% ../nbs/09_trainer.ipynb #64844d93
 @patch
 def _report(self:DistributedTrainer, ph): "Let `fastdist.report` put together what tells of the phase"
 
@@ -240,6 +255,7 @@ def _ask_loss(self:DistributedTrainer, here):
     self._opaque[id(f)] = f,'sum' in found and not {'mean','other'}&set(found)
     self._kind = (None,)
 
+# %% ../nbs/09_trainer.ipynb #e6fe1354
 @patch
 def _loss_kind(self:DistributedTrainer):
     "Is the loss a sum, and does its mean divide by what counts of the targets?"
@@ -283,6 +299,7 @@ def _in_window(self:DistributedTrainer):
     cb.count = win.before+total-mine
     return total/mine
 
+# %% ../nbs/09_trainer.ipynb #c26f104b
 @patch
 def _add_up(self:DistributedTrainer, w, d):
     carry,win,s = self._job.live.carry,self._window,self._window.scale
@@ -307,16 +324,17 @@ def after_backward(self:DistributedTrainer):
     if carry is not None: mean,carry.grad = carry.grad,None
     if not self._window.ends: return
     if mean is None: mean = all_reduce(self._sums.clone())/self.size
-    num,den = mean
+    num,den = mean.tolist() if mean.device.type=='cpu' else mean
     if self._loss_kind()[1]: self._divide(den/self._scales)
-    if not self._window: self.learn.loss = num/den
+    if not self._window: self.learn.loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
     self._sums,self._scales = 0.,0.
 
 @patch
 def _divide(self:DistributedTrainer, d):
     "Divide the gradients by `d`, the mean of the weights; where nothing counts they are zero"
-    if d.device.type=='cpu' and (abs(d.item()-1)<1e-6 or d.item()==0): return
-    torch._foreach_div_([p.grad for p in self.learn.model.parameters() if p.grad is not None], torch.where(d==0, 1., d).float())
+    if isinstance(d, float) and (abs(d-1)<1e-6 or d==0): return
+    if isinstance(d, Tensor): d = torch.where(d==0, 1., d).float()
+    torch._foreach_div_([p.grad for p in self.learn.model.parameters() if p.grad is not None], d)
 
 # %% ../nbs/09_trainer.ipynb #38833423
 @patch
@@ -328,6 +346,7 @@ def after_train(self:DistributedTrainer):
 @patch
 def after_fit(self:DistributedTrainer): self._merge_losses()
 
+# %% ../nbs/09_trainer.ipynb #3e6a1534
 @patch
 def _merge_losses(self:DistributedTrainer):
     "Put the losses of all ranks in the place of this rank's, in the recorder"
