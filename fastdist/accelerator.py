@@ -17,6 +17,7 @@ __all__ = ['fastai_has_own', 'OptionError', 'accelerate_options', 'check_options
 import os,torch
 from torch import distributed as dist
 from inspect import signature
+from warnings import catch_warnings,filterwarnings
 from contextlib import contextmanager
 from dataclasses import fields,replace
 from accelerate import Accelerator as HFAccelerator
@@ -171,7 +172,9 @@ def prepare(self:ProcessAccelerator,
     self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=per_step)
     shared = Carrier(model) if self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
     self.carry = shared.carry if shared is not model and self._carries() else None
-    with _told(self.world): res = self.acc.prepare_model(shared)
+    with _told(self.world), catch_warnings():
+        filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
+        res = self.acc.prepare_model(shared)
     vars(shared).pop('_is_accelerate_prepared', None)
     return res
 

@@ -96,7 +96,7 @@ class Carry(Function):
     @staticmethod
     def forward(ctx, loss, carry, values):
         ctx.save_for_backward(values)
-        return loss.clone()
+        return loss.as_subclass(torch.Tensor).clone()
 
     @staticmethod
     def backward(ctx, g): return g,ctx.saved_tensors[0],None

@@ -41,11 +41,12 @@ _in_each_batch = 'before_batch','before_backward','after_backward','after_batch'
 
 def _at_rest():
     "What a fit changes, as it is outside of one"
-    return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sums=0., _scales=0., _unsynced=[], _per_sample=None)
+    return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sent=SimpleNamespace(sums=0., scales=0.),
+        _unsynced=[], _per_sample=None)
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
-    _stateattrs = ('_job','_through','_swaps','_shares','_phases','_window','_sums','_unsynced','_plans','_planned','_opaque','_kind')
+    _stateattrs = ('_job','_through','_swaps','_shares','_phases','_window','_sent','_unsynced','_plans','_planned','_opaque','_kind')
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
@@ -302,11 +303,11 @@ def _in_window(self:DistributedTrainer):
 # %% ../nbs/09_trainer.ipynb #c26f104b
 @patch
 def _add_up(self:DistributedTrainer, w, d):
-    carry,win,s = self._job.live.carry,self._window,self._window.scale
-    mine = _numbers(self.learn.loss, w, d)
+    learn,carry,win,sent = self.learn,self._job.live.carry,self._window,self._sent
+    mine = _numbers(learn.loss, w, d)
     if win: self._unsynced.append(mine)
-    self._sums,self._scales = self._sums+mine*s if win else mine,self._scales+s
-    if carry is not None and self._exchanges(): self.learn.loss_grad = Carry.apply(self.learn.loss_grad, carry, self._sums.to(carry.dtype))
+    sent.sums,sent.scales = sent.sums+mine*win.scale if win else mine,sent.scales+win.scale
+    if carry is not None and self._exchanges(): learn.loss_grad = Carry.apply(learn.loss_grad, carry, sent.sums.to(carry.dtype))
 
 def _numbers(loss, w, d):
     "Weighted loss and weight, without waiting for a GPU"
@@ -320,14 +321,14 @@ def _numbers(loss, w, d):
 @patch
 def after_backward(self:DistributedTrainer):
     if self.size==1 and not self._window or not self._exchanges(): return
-    carry,mean = self._job.live.carry,None
+    learn,sent,carry,mean = self.learn,self._sent,self._job.live.carry,None
     if carry is not None: mean,carry.grad = carry.grad,None
     if not self._window.ends: return
-    if mean is None: mean = all_reduce(self._sums.clone())/self.size
+    if mean is None: mean = all_reduce(sent.sums.clone())/self.size
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
-    if self._loss_kind()[1]: self._divide(den/self._scales)
-    if not self._window: self.learn.loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
-    self._sums,self._scales = 0.,0.
+    if self._loss_kind()[1]: self._divide(den/sent.scales)
+    if not self._window: learn.loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
+    sent.sums,sent.scales = 0.,0.
 
 @patch
 def _divide(self:DistributedTrainer, d):

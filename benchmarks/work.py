@@ -1,0 +1,59 @@
+"What is trained, and what a fit tells of its time and its collectives"
+import gc,torch
+from collections import namedtuple
+from functools import lru_cache
+from itertools import groupby
+from statistics import median
+from time import perf_counter
+from torch import nn
+from torch.profiler import ProfilerActivity,profile
+
+Work = namedtuple('Work', 'model shape bs steps')
+
+def mlp(): return nn.Sequential(nn.Linear(64,32), nn.ReLU(), nn.Linear(32,10))
+
+def conv(ni, nf, stride): return nn.Sequential(nn.Conv2d(ni, nf, 3, stride, 1, bias=False), nn.BatchNorm2d(nf), nn.ReLU())
+def cnn(): return nn.Sequential(conv(3,32,1), conv(32,64,2), conv(64,64,2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64,10))
+
+works = dict(mlp=Work(mlp, (64,), 64, 100), cnn=Work(cnn, (3,32,32), 32, 12))
+
+@lru_cache(None)
+def samples(shape, n):
+    "`n` pairs of input and target"
+    g = torch.Generator().manual_seed(0)
+    return list(zip(torch.randn(n, *shape, generator=g), torch.randint(0, 10, (n,), generator=g)))
+
+def timings(marks, train, valid):
+    "Median seconds of a training step, a validation step and a whole epoch, from when each forward pass of a fit began; the first epoch warms up"
+    phases = [[t for t,_ in g] for _,g in groupby(marks, key=lambda o: o[1])]
+    if [len(p) for p in phases[:2]]!=[train,valid]: raise ValueError(f'{len(phases[0])} and {len(phases[1])} steps were made, not {train} and {valid}')
+    step = lambda ps: median(b-a for p in ps for a,b in zip(p, p[1:]))
+    starts = [p[0] for p in phases[2::2]]
+    return dict(train=step(phases[2::2]), valid=step(phases[3::2]), epoch=median(b-a for a,b in zip(starts, starts[1:])))
+
+class Peer:
+    "Base of what is compared: `fit` trains a model for some epochs of `train` steps a rank, each followed by `valid` steps of validation, if any"
+    lr = 1e-2
+    def __init__(self, rank, size): self.rank,self.size = rank,size
+
+    def __call__(self, what, work, *args):
+        gc.collect()
+        torch.manual_seed(0)
+        w = works[work]
+        model = w.model()
+        return getattr(self, what)(model, w, *args)
+
+    def time(self, model, w, train, valid, epochs):
+        "Timings, and a number that tells whether the weights are the same on all ranks"
+        marks = []
+        model.register_forward_pre_hook(lambda m,_: marks.append((perf_counter(), m.training)))
+        self.fit(model, w, train, valid, epochs)
+        return timings(marks, train, valid), sum(p.abs().sum().item() for p in model.parameters())
+
+    def count(self, model, w, *args):
+        "Number of collectives in a fit, as rank 0 sees them"
+        if self.rank: return self.fit(model, w, *args)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: self.fit(model, w, *args)
+        return sum(e.name.startswith('c10d::') for e in prof.events())
+
+    def data(self, w, steps): return samples(w.shape, steps*w.bs*self.size)
