@@ -307,7 +307,7 @@ def _add_up(self:DistributedTrainer, w, d):
     mine = _numbers(learn.loss, w, d)
     if win: self._unsynced.append(mine)
     sent.sums,sent.scales = sent.sums+mine*win.scale if win else mine,sent.scales+win.scale
-    if carry is not None and self._exchanges(): learn.loss_grad = Carry.apply(learn.loss_grad, carry, sent.sums.to(carry.dtype))
+    if carry is not None and self._exchanges(): learn.loss_grad = carried(learn.loss_grad, carry, sent.sums.to(carry.dtype))
 
 def _numbers(loss, w, d):
     "Weighted loss and weight, without waiting for a GPU"
