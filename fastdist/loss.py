@@ -50,13 +50,15 @@ def has_normaliser(loss_func)->bool:
 def normaliser(
     loss_func, # The loss
     y:torch.Tensor # Targets, whole numbers
-)->torch.Tensor: # `None` where the mean is over samples
+): # A number on the CPU, on a GPU a tensor that nobody waits for; `None` where the mean is over samples
     "What the mean of `loss_func` divides by: the number of targets that are not ignored, or their class weights"
     opts = _class_options(loss_func)
     if opts is None or not isinstance(y, torch.Tensor) or y.is_floating_point(): return
     weight,ignored = opts
+    if weight is None and y.device.type=='cpu': return int((y.numpy()!=ignored).sum())
     real = y!=ignored
-    return real.sum() if weight is None else (weight.to(y.device)[torch.where(real, y, 0).long()]*real).sum()
+    res = real.sum() if weight is None else (weight.to(y.device)[torch.where(real, y, 0).long()]*real).sum()
+    return res.item() if y.device.type=='cpu' else res
 
 # %% ../nbs/05a_loss.ipynb #71e259e9
 def is_opaque(loss_func)->bool:

@@ -45,9 +45,10 @@ def _loss_numbers(self:DistributedTrainer, n):
     "Numerator, denominator and size of this batch, where its loss is no mean over samples"
     (summed,counts),l = self._loss_kind(),self.learn.loss.detach().as_subclass(torch.Tensor) if len(self.learn.yb) else None
     if l is None or l.ndim or not (summed or counts): return
-    v = l.new_ones(()) if summed else normaliser(self.learn.loss_func, self.learn.yb[0].as_subclass(torch.Tensor))
+    v = 1. if summed else normaliser(self.learn.loss_func, self.learn.yb[0].as_subclass(torch.Tensor))
     if v is None: return
-    if l.device.type=='cpu': return [l.item()*v.item() if v else 0., v.item(), n]
+    if l.device.type=='cpu': return [l.item()*v if v else 0., v, n]
+    v = torch.as_tensor(v, device=l.device)
     return torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
 
 # %% ../nbs/10_report.ipynb #c43a5fbe

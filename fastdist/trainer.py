@@ -276,20 +276,20 @@ def _weights(self:DistributedTrainer):
 
 @patch
 def _counted(self:DistributedTrainer, f, y):
-    "What the mean divides by on this rank: on the CPU a number, on a GPU a tensor that nobody waits for"
-    if self._per_sample is None: self._per_sample = 1. if y.ndim<2 else all_reduce(tensor([y.numel()/len(y)]), 'max').item()
-    v = normaliser(f, y.as_subclass(torch.Tensor))
-    return v.item() if v is not None and v.device.type=='cpu' else v
+    "What the mean divides by on this rank, and on the way, once a fit, how many targets a sample has"
+    if self._per_sample is None: self._per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([y.numel()/len(y)]), 'max').item()
+    return normaliser(f, y)
 
 # %% ../nbs/09_trainer.ipynb #2827ec1a
 @patch
 def before_backward(self:DistributedTrainer):
     if self.size==1 and not self._window: return
     self._ask_loss(self.learn if self._part() else None)
-    w,d = self._weights()
-    f = w*self._in_window()
-    if not (isinstance(f, float) and f==1): self.learn.loss_grad = self.learn.loss_grad*f
-    self._add_up(w, d)
+    with torch._C.DisableTorchFunctionSubclass(): # fastai's tensor types cost more here than the arithmetic
+        w,d = self._weights()
+        f = w*self._in_window()
+        if not (isinstance(f, float) and f==1): self.learn.loss_grad = self.learn.loss_grad*f
+        self._add_up(w, d)
 
 @patch
 def _in_window(self:DistributedTrainer):
@@ -311,8 +311,7 @@ def _add_up(self:DistributedTrainer, w, d):
 
 def _numbers(loss, w, d):
     "Weighted loss and weight, without waiting for a GPU"
-    l = loss.detach().as_subclass(torch.Tensor)
-    if l.ndim: l = l.mean()
+    l = loss.detach().mean() if loss.ndim else loss.detach()
     if l.device.type=='cpu': return torch.tensor([l.item()*w if w else 0., d], dtype=torch.float32)
     if not isinstance(w, torch.Tensor): return torch.stack([l.float()*w if w else l.new_zeros(()), l.new_full((), d)])
     return torch.stack([torch.where(w>0, l.float()*w, 0.), d.float()])
