@@ -202,7 +202,7 @@ def whole_batch(
     parts = [o for o in gather_objs(None if learn is None else (learn.pred, learn.xb, learn.yb, loss)) if o]
     pred,xb,yb = [join_rows([p[i] for p in parts]) for i in range(3)]
     num,den = [sum(p[3][i] for p in parts) for i in range(2)]
-    return pred,xb,yb,num/den
+    return pred,xb,yb,torch.as_tensor(num)/den
 
 # %% ../nbs/06_metrics.ipynb #f8589710
 def batch_losses(

@@ -118,7 +118,7 @@ def _gathering(self:DistributedTrainer): return self.learn.cbs.filter(risinstanc
 @patch
 def before_validate(self:DistributedTrainer):
     self._start(EvalDL)
-    for cb in self._gathering(): cb.__dict__['iter'] = _FileNumber(self)
+    for cb in self._gathering() if self._phases[-1].dl is not None else []: cb.__dict__['iter'] = _FileNumber(self)
 
 # %% ../nbs/10_report.ipynb #ce029165
 @patch

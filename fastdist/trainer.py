@@ -249,7 +249,7 @@ def before_batch(self:DistributedTrainer):
 def _ask_loss(self:DistributedTrainer, here):
     "Let the ranks find out together how a loss that does not say it reduces; `here` is `None` without a batch"
     f = self.learn.loss_func
-    if self._kind[0] and self._kind[0][0] is f or not is_opaque(f) or id(f) in self._opaque: return
+    if id(f) in self._opaque or not is_opaque(f): return
     found = gather_objs(how_reduced(f, here.pred, here.yb) if here is not None and len(here.yb) else None)
     if 'other' in found and self._job.world.rank==0: warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
         'them differ from one process. HINT: use a loss of fastai or torch, which say by what they divide')
@@ -306,7 +306,7 @@ def _add_up(self:DistributedTrainer, w, d):
     learn,carry,win,sent = self.learn,self._job.live.carry,self._window,self._sent
     mine = _numbers(learn.loss, w, d)
     if win: self._unsynced.append(mine)
-    sent.sums,sent.scales = sent.sums+mine*win.scale if win else mine,sent.scales+win.scale
+    sent.sums,sent.scales = (sent.sums+mine*win.scale,sent.scales+win.scale) if win else (mine,1.)
     if carry is not None and self._exchanges(): learn.loss_grad = carried(learn.loss_grad, carry, sent.sums.to(carry.dtype))
 
 def _numbers(loss, w, d):

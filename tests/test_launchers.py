@@ -108,7 +108,7 @@ def test_import_order(lines):
 import fastdist
 names = 'setup_distrib teardown_distrib DistributedDL DistributedTrainer ParallelTrainer rank0_first'.split()
 assert all(globals()[o] is getattr(fastdist, o) for o in names)
-assert all(getattr(Learner, o).__module__=='fastdist.trainer' for o in 'to_distributed detach_distributed distrib_ctx to_parallel parallel_ctx'.split())
+assert all(getattr(Learner, o).__module__=='fastdist.learner' for o in 'to_distributed detach_distributed distrib_ctx to_parallel parallel_ctx'.split())
 assert fastdist.__version__"""
     output(start(sys.executable, '-c', code))
 
