@@ -17,8 +17,8 @@ class Fastai(Peer):
 
     def context(self, learn): return nullcontext()
 
-def patch_for_cpu():
-    "Let `fastai.distributed` send its order without a GPU"
+def join_without_gpu():
+    "Let `fastai.distributed` send its order without a GPU, over a gloo group that it cannot make itself"
     from fastai.distributed import DistributedDL
     if 'fastdist' in sys.modules: raise ImportError('fastdist has taken the place of fastai.distributed in this process')
     def _broadcast(self, t, rank):
@@ -26,13 +26,13 @@ def patch_for_cpu():
         dist.broadcast(t, rank)
         return t.tolist()
     DistributedDL._broadcast = _broadcast
+    dist.init_process_group('gloo')
 
 class FastaiDistributed(Fastai):
-    "`fastai.distributed`, with a gloo group that it cannot make itself"
+    "`fastai.distributed`, patched"
     def __init__(self, rank, size):
         super().__init__(rank, size)
-        patch_for_cpu()
-        dist.init_process_group('gloo')
+        join_without_gpu()
 
     def context(self, learn): return learn.distrib_ctx(sync_bn=False, cpu=True)
 

@@ -30,10 +30,9 @@ class Alone:
 class Broadcast(Alone):
     "`fastai.distributed`: rank 0 sends its order, which each rank has drawn for itself too"
     def __init__(self, rank, size):
-        from fast import patch_for_cpu
+        from fast import join_without_gpu
         super().__init__(rank, size)
-        patch_for_cpu()
-        dist.init_process_group('gloo')
+        join_without_gpu()
 
     def meet(self): dist.barrier()
 

@@ -38,21 +38,19 @@ class Window:
         callback:GradientAccumulation=None # fastai's, of the same Learner
     ):
         if callback and every>1: raise OptionError('gradient_accumulation_steps', every, 'there is the callback GradientAccumulation as well. HINT: one of them')
-        self.every,self.callback,self.count,self.scale,self.ends = every,callback,0,1.,True
+        self.every,self.callback,self.seen,self.scale,self.ends = every,callback,0,1.,True
 
     def __bool__(self): return self.every>1 or self.callback is not None
 
     def plan(self, dl, k, n_batches):
-        "Look at batch `k`: `scale` is its part of the step, and the step comes after it if it `ends` the window"
-        m = batch_total(dl, k)
-        self.count += m
-        if self.callback: self.scale,self.ends = m/self.callback.n_acc,self.count>=self.callback.n_acc
+        "Look at batch `k` of `total` samples: `scale` is its part of the step, `seen` the samples so far; it may be what `ends` the window"
+        self.total = m = batch_total(dl, k)
+        self.seen = m if self.ends else self.seen+m
+        if self.callback: self.scale,self.ends = m/self.callback.n_acc,self.seen>=self.callback.n_acc
         elif self.every>1:
             lo = k//self.every*self.every
             hi = min(lo+self.every, n_batches)
             self.scale,self.ends = m/sum(batch_total(dl, i) for i in range(lo, hi)),k==hi-1
-        self.before = self.count-m
-        if self.ends: self.count = 0
 
 # %% ../nbs/08a_accumulate.ipynb #1ad1483d
 class AccumulateSteps(Callback):

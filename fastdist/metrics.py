@@ -197,7 +197,7 @@ def plan(
 def whole_batch(
     learn, # Learner with this rank's slice, `None` where it has none
     loss=None # This rank's part of the loss, and of its denominator
-)->Batch: # On the CPU
+)->tuple: # Predictions, inputs, targets and loss, on the CPU
     "The batch that one process would have"
     parts = [o for o in gather_objs(None if learn is None else (learn.pred, learn.xb, learn.yb, loss)) if o]
     pred,xb,yb = [join_rows([p[i] for p in parts]) for i in range(3)]

@@ -186,7 +186,7 @@ def _to_the_end(self:DistributedTrainer, all_batches):
 def before_train(self:DistributedTrainer):
     if [p.requires_grad for p in self.learn.model.parameters()]!=self._trainable: self._prepare()
     self._start(StepDL)
-    rec = getattr(self.learn, 'recorder', None)
+    rec = self._phases[-1].recorder
     self._unsynced,self._smooth = [],(rec.smooth_loss.val,rec.smooth_loss.count) if rec else None
 
 @patch
@@ -296,9 +296,9 @@ def _in_window(self:DistributedTrainer):
     "What to scale the loss by within a window; `GradientAccumulation` has scaled by this rank's samples, and is told of those of all"
     win,cb = self._window,self._window.callback
     if not cb: return win.scale if win else 1.
-    mine,total = find_bs(self.learn.yb),round(win.scale*cb.n_acc)
-    cb.count = win.before+total-mine
-    return total/mine
+    mine = find_bs(self.learn.yb)
+    cb.count = win.seen-mine
+    return win.total/mine
 
 # %% ../nbs/09_trainer.ipynb #c26f104b
 @patch
@@ -352,10 +352,13 @@ def _merge_losses(self:DistributedTrainer):
     "Put the losses of all ranks in the place of this rank's, in the recorder"
     rec = getattr(self.learn, 'recorder', None)
     if not self._unsynced or not rec: return
-    losses,self._unsynced = global_losses(self._unsynced),[]
-    smoothed,rec.smooth_loss.val = smooth(losses, *self._smooth, rec.smooth_loss.beta)
-    rec.losses[-len(losses):] = smoothed
-    self.learn.smooth_loss = smoothed[-1]
+    losses,self._unsynced,avg = global_losses(self._unsynced),[],rec.smooth_loss
+    avg.val,avg.count = self._smooth
+    del rec.losses[-len(losses):]
+    for l in losses:
+        avg.accumulate(SimpleNamespace(loss=l))
+        rec.losses.append(avg.value)
+    self.learn.smooth_loss = avg.value
 
 @patch
 def _share_buffers(self:DistributedTrainer):

@@ -63,9 +63,9 @@ class Steps(Callback):
     def before_fit(self): self.learn.n_steps = 0
     def after_step(self): self.learn.n_steps += 1
 
-def counted(rank, n, **kw):
+def counted(rank, n, cbs=(), **kw):
     learn = learner(4, n)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: fitted(learn, epochs=1, cbs=Steps(), **kw)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: fitted(learn, epochs=1, cbs=[Steps(),*cbs], **kw)
     return learn.n_steps,Counter(e.name for e in prof.events() if e.name.startswith('c10d::'))['c10d::allreduce_']
 
 def per_step(**kw):
@@ -73,7 +73,7 @@ def per_step(**kw):
     (a,x),(b,y) = [on_ranks(lambda rank: counted(rank, n, **kw), join=False)[0] for n in (64,128)]
     return (y-x)/(b-a)
 
-def test_a_step_of_four_batches_exchanges_as_much_as_one(): test_eq([per_step(), per_step(gradient_accumulation_steps=4)], [1,1])
+def test_a_step_of_four_batches_exchanges_as_much_as_one(): test_eq([per_step(), per_step(gradient_accumulation_steps=4), per_step(cbs=[GradientAccumulation(32)])], [1,1,1])
 
 def exchanged(rank, mets):
     learn = learner(4, metrics=mets)
