@@ -1,6 +1,6 @@
 "A fastai Learner: in one process, with `fastai.distributed`, and with fastdist"
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager,nullcontext
 from importlib import import_module
 from torch import distributed as dist
 from fastai.basics import *
@@ -48,3 +48,14 @@ class Fastdist(Fastai):
 class FastdistSyncBN(Fastdist):
     "fastdist as it is by default, with batch norm over all ranks"
     sync_bn = True
+
+class Deciding(Callback):
+    "May cancel after each batch, as far as the ranks know"
+    decides = True
+    def after_batch(self): pass
+
+class FastdistVoting(Fastdist):
+    "fastdist with a callback that may cancel, so that the ranks vote after each batch"
+    @contextmanager
+    def context(self, learn):
+        with super().context(learn), learn.added_cbs(Deciding()): yield

@@ -5,16 +5,21 @@
 - `fastdist.borrow`: What a Learner lends to a job of several ranks, and gets back
 - `fastdist.comm`: Collectives over nested structures, and who goes first
 - `fastdist.data`: A data loader's share for each rank
+- `fastdist.desync`: Do all ranks still train the same model?
+- `fastdist.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang
 - `fastdist.learner`: Contexts that let a Learner train on N ranks, or on several GPUs of one process, and give it back whole
+- `fastdist.lifeline`: What happens to one rank is known to all at once
 - `fastdist.loss`: What a rank's loss weighs in a step, and how all ranks learn the loss of all, for nothing
 - `fastdist.metrics`: Metrics, losses and predictions of all ranks, put together once
 - `fastdist.norm`: Batch norm over all ranks, on any device, lent to the user's own modules
 - `fastdist.order`: Which sample goes where, by arithmetic on an order that all ranks share
 - `fastdist.randomness`: What ranks must decide alike, and what they must not
 - `fastdist.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
+- `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.trainer`: The callback that lets a Learner train on N ranks as it would in one process
+- `fastdist.watch`: A rank that stops moving is found, and named
 - `fastdist.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher"""
 
 from importlib.metadata import version
@@ -27,7 +32,10 @@ from .accelerator import OptionError
 from .trainer import DistributedTrainer
 from . import report
 from .learner import ParallelTrainer
+from . import saving
+from .desync import DesyncCheck, DesyncError
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
-    'rank0_first', 'DistributedDL', 'OptionError', 'ParallelTrainer', 'DistributedTrainer']
+    'rank0_first', 'DistributedDL', 'OptionError', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
+    'DesyncError']

@@ -92,8 +92,7 @@ def _report(self:DistributedTrainer, ph):
     for cb in L() if self.learn.training else self._gathering(): self._gather(cb, ph)
 
 @patch
-def _catch_up(self:DistributedTrainer, ph):
-    for _ in range(ph.dl.n_steps()-len(ph.sizes)): self._whole_batches(ph, None)
+def _catch_up(self:DistributedTrainer, ph): self._whole_batches(ph, None)
 
 @patch
 def _merge_metrics(self:DistributedTrainer, mets, ph):

@@ -15,7 +15,9 @@ __all__ = ['DistributedTrainer']
 # %% ../nbs/09_trainer.ipynb #5741cbd2
 import math,os,torch
 from warnings import warn
-from contextlib import nullcontext
+from contextlib import contextmanager,nullcontext
+from copy import deepcopy
+from inspect import signature
 from dataclasses import replace
 from types import SimpleNamespace
 from accelerate import Accelerator as HFAccelerator
@@ -23,9 +25,11 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.schedule import LRFinder,ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from torch.utils.data import DataLoader as TorchLoader
 from .world import *
+from .launch import *
 from .comm import *
 from .randomness import *
 from .data import *
@@ -35,9 +39,10 @@ from .metrics import *
 from .accelerator import *
 from .borrow import *
 from .accumulate import *
+from .events import *
 
 # %% ../nbs/09_trainer.ipynb #97a04058
-_in_each_batch = 'before_batch','before_backward','after_backward','after_batch'
+_in_each_batch = 'before_batch','before_backward','after_batch'
 
 def _at_rest():
     "What a fit changes, as it is outside of one"
@@ -46,20 +51,22 @@ def _at_rest():
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
-    _stateattrs = ('_job','_through','_swaps','_shares','_phases','_window','_sent','_unsynced','_plans','_planned','_opaque','_kind')
+    _lent = '_with_events','_do_one_batch','_backward','_call_one','lr_find'
+    _stateattrs = ('_job','_events','_through','_swaps','_shares','_phases','_window','_sent','_unsynced','_plans','_planned','_opaque','_kind')
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
+        patience=None, # Seconds without progress after which a rank counts as stuck; the process group's timeout by default
         **kwargs
     ):
         check_options(**kwargs)
-        self.sync_bn,self.options,self._said = sync_bn,kwargs,False
+        self.sync_bn,self.patience,self.options,self._said = sync_bn,check_patience(patience),kwargs,False
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
         self._init_state()
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(_job=None, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
+        self.__dict__.update(_job=None, _events=None, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
 
     def __call__(self, event_name):
         if not self._job: return
@@ -69,7 +76,7 @@ class DistributedTrainer(WrapperCallback):
     @property
     def accelerator(self): return self._job.live.acc if self._job else None
     @property
-    def size(self): return self._job.world.size if self._job else 1
+    def size(self): return self._job.world.size if self._job and not self._events.alone else 1
 
 # %% ../nbs/09_trainer.ipynb #2a2f9825
 def _warn_lone(env):
@@ -85,7 +92,7 @@ def _lend(self:DistributedTrainer):
     if self.options.get('cpu'): w = replace(w, cpu=True)
     dynamo = os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower()!='no'
     if w.size==1 and not self.options and asked_precision(os.environ)=='no' and asked_steps(os.environ)==1 and not dynamo: return
-    self._job = Job(self.learn, w, dict(self.options))
+    self._job,self._events = Job(self.learn, w, dict(self.options), self.patience),Events(self.learn, w.rank)
     if self._job.live.accumulate>1: self._job.help(AccumulateSteps(lambda: self._window))
     super(DistributedTrainer, self)._lend()
 
@@ -101,6 +108,7 @@ def wrap(self:DistributedTrainer):
     self._check_steps()
     self._window = Window(self._job.live.accumulate, self._accumulation())
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
+    for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: self._find_in_memory(cb)
     self._prepare()
     if self.size>1 and not self._said and self._job.world.rank==0: print(self._startup())
     self._said = True
@@ -171,15 +179,129 @@ def _startup(self:DistributedTrainer):
 @patch
 def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     run = super(DistributedTrainer, self)._on_with_events
-    if event_type=='validate' and self.size>1: f = partial(self._to_the_end, f)
-    if event_type not in ('fit','validate') or self._fitting or self._phases or self.size==1: return run(f, event_type, ex, final)
-    with own_random(self._job.world.rank), self._all_stats(): return run(f, event_type, ex, final)
+    if self.size==1: return run(f, event_type, ex, final)
+    f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
+    if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
+    with self._job.together(self._where), own_random(self._job.world.rank), self._all_stats():
+        with self._whole_again():
+            check_deciders(self.learn.cbs)
+            self._events.vote = self._vote
+            return run(f, event_type, ex, final)
 
+# %% ../nbs/09_trainer.ipynb #a8a81f7f
+@patch
+@contextmanager
+def _whole_again(self:DistributedTrainer):
+    "After an error the Learner is as before; what the thread raises once in the main thread may have come in the middle of another clean-up"
+    learn,model = self.learn,self.learn.model
+    try:
+        with self._undisturbed(): yield
+    except BaseException:
+        learn.model,self._fitting = model,False
+        self.unwrap()
+        if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
+        raise
+    finally: self._events.vote = None
+
+@patch
+@contextmanager
+def _undisturbed(self:DistributedTrainer):
+    try: yield
+    except BaseException:
+        self._job.line.armed = False
+        raise
+
+# %% ../nbs/09_trainer.ipynb #5c3e19a9
+@patch
+def _nested(self:DistributedTrainer, run, f, event_type, *args):
+    depth = len(self._phases)
+    try: return run(f, event_type, *args)
+    except BaseException:
+        if event_type in ('train','validate'): del self._phases[depth:]
+        raise
+
+@patch
+def _where(self:DistributedTrainer):
+    at = vars(self.learn)
+    return f'{"training" if at.get("training") else "evaluation"}, epoch {at.get("epoch", 0)}, batch {at.get("iter", 0)}'
+
+# %% ../nbs/09_trainer.ipynb #bd1a04cf
+@patch
+def _agreed(self:DistributedTrainer, f):
+    "Only what all ranks agree on may cancel something"
+    try: f()
+    except cancels as e:
+        if is_agreed(e): raise
+        raise RankError(self._job.world.rank, f'{type(e).__name__} was raised where ranks cannot agree on it. HINT: raise it in an event of a callback that was there '
+            'when the fit began, and has the attribute decides=True') from e
+
+# %% ../nbs/09_trainer.ipynb #30627776
+@patch
+def _on_call_one(self:DistributedTrainer, event_name):
+    line = self._job and self._job.line
+    if not line or self._events.alone: return type(self.learn)._call_one(self.learn, event_name)
+    line.beat += 1
+    if line.trouble: line.check()
+    self._events(event_name)
+
+@patch
+def _vote(self:DistributedTrainer, mine=None):
+    what = type(mine) if self._job.line.failed or not self._in_step() else vote(mine)
+    if what in (None,type(None)): return
+    res = mine if isinstance(mine, what) else what()
+    res.agreed = True
+    raise res
+
+@patch
+def _in_step(self:DistributedTrainer):
+    "In an evaluation of unknown length nobody knows who still has batches"
+    ph = self._phases[-1] if self._phases else None
+    return self.learn.training or ph is None or ph.dl is None or ph.dl.n is not None
+
+# %% ../nbs/09_trainer.ipynb #cb6cac23
 @patch
 def _to_the_end(self:DistributedTrainer, all_batches):
     "Evaluate, and be there for what ranks with more batches exchange, before any callback begins something else"
     all_batches()
-    if self._phases[-1].dl is not None: self._catch_up(self._phases[-1])
+    ph = self._phases[-1]
+    for _ in range(ph.dl.n_steps()-len(ph.sizes)) if ph.dl is not None else []: self._without_batch(ph)
+
+@patch
+def _without_batch(self:DistributedTrainer, ph):
+    "Take part in a batch of the others"
+    try:
+        for o in ('before_batch','after_pred','after_loss'): self._without(o, ph)
+    except CancelBatchException: self._without('after_cancel_batch', ph)
+    self._without('after_batch', ph)
+
+@patch
+def _without(self:DistributedTrainer, event_name, ph):
+    for cb,_,votes in self._events.of(event_name):
+        if cb is self and event_name=='after_batch': self._catch_up(ph)
+        if votes: self._vote()
+
+# %% ../nbs/09_trainer.ipynb #260e6383
+@patch
+def _on_lr_find(self:DistributedTrainer, *args, **kwargs):
+    find = type(self.learn).lr_find
+    if self.size==1: return find(self.learn, *args, **kwargs)
+    call = signature(find).bind(self.learn, *args, **kwargs)
+    if self._job.world.rank: call.arguments['show_plot'] = False
+    with kept_random(*self.learn.dls.loaders): return find(*call.args, **call.kwargs)
+
+@patch
+def _find_in_memory(self:DistributedTrainer, cb):
+    "Let the finder `cb` make as many steps as it should, and go back without a file"
+    learn,steps = self.learn,len(self._share(self.learn.dls.train, StepDL))
+    model,opt = deepcopy((learn.model.state_dict(), learn.opt.state_dict()))
+    def begin():
+        ParamScheduler.before_fit(cb)
+        cb.best_loss = math.inf
+    def back():
+        learn.opt.zero_grad()
+        learn.model.load_state_dict(model)
+        learn.opt.load_state_dict(opt)
+    cb.before_fit,cb.after_fit,learn.n_epoch = begin,back,cb.num_it//steps+1
 
 # %% ../nbs/09_trainer.ipynb #7136c59a
 @patch
@@ -215,7 +337,7 @@ def _note(self:DistributedTrainer, ph): "Remember of this batch what `fastdist.r
 @patch
 def _all_stats(self:DistributedTrainer): return nullcontext()
 @patch
-def _catch_up(self:DistributedTrainer, ph): "Take part for the batches that this rank does not have"
+def _catch_up(self:DistributedTrainer, ph): "Take part in a batch that this rank does not have"
 
 # %% ../nbs/09_trainer.ipynb #64844d93
 @patch
@@ -318,7 +440,8 @@ def _numbers(loss, w, d):
 
 # %% ../nbs/09_trainer.ipynb #5fec2e92
 @patch
-def after_backward(self:DistributedTrainer):
+def _on_backward(self:DistributedTrainer):
+    type(self.learn)._backward(self.learn)
     if self.size==1 and not self._window or not self._exchanges(): return
     learn,sent,carry,mean = self.learn,self._sent,self._job.live.carry,None
     if carry is not None: mean,carry.grad = carry.grad,None

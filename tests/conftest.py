@@ -1,6 +1,8 @@
 import os,pytest
+from importlib import import_module
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')
+import_module('torch._dynamo') # DDP imports it when it is made, for two seconds; forked ranks have it then
 
 def pytest_collection_modifyitems(items):
     "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout"

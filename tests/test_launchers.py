@@ -1,12 +1,14 @@
 "Two CPU ranks under every launcher, started as a user would"
-import json,os,re,signal,subprocess,sys,threading
+import json,os,re,signal,subprocess,sys,threading,time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
 from pathlib import Path
 import nbformat,pytest
 from accelerate.utils import write_basic_config
 from fastai.data.external import untar_data
+from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
+from fastcore.test import test_eq
 from fastdist import on_ranks,rank0_first
 
 pytestmark = pytest.mark.timeout(180)
@@ -100,6 +102,39 @@ def test_notebook_launcher_in_a_kernel(tmp_path):
     check('notebook_launcher', tmp_path)
     text = ''.join(o.get('text', '') for o in nb.cells[2].outputs)
     assert text.count('fastdist: 2 ranks')==1
+
+stopped = """import sys,time
+sys.path.append({here!r})
+from learners import *
+from fastdist import *
+from accelerate import notebook_launcher
+class Slow(Callback):
+    def after_batch(self):
+        Path(f'rank{{this_world().rank}}').touch()
+        time.sleep(0.05)
+def train(n):
+    learn = digits(cbs=Slow())
+    with learn.distrib_ctx(): learn.fit(n)"""
+
+def test_the_stop_button_ends_all_ranks(tmp_path):
+    km,kc = start_new_kernel(kernel_name='python3', cwd=str(tmp_path))
+    children = lambda: Path(f'/proc/{km.provisioner.pid}/task/{km.provisioner.pid}/children').read_text().split()
+    launch = 'notebook_launcher(train, ({},), num_processes=2, use_port="{}")'
+    try:
+        kc.execute_interactive(stopped.format(here=str(here)), timeout=90)
+        kc.execute(launch.format(1000, free_port()))
+        await_that(lambda: all((tmp_path/f'rank{i}').exists() for i in range(2)), 60)
+        km.interrupt_kernel()
+        test_eq(kc.get_shell_msg(timeout=10)['content']['status'], 'error')
+        await_that(lambda: not children(), 10)
+        test_eq(kc.execute_interactive(launch.format(1, free_port()), timeout=60)['content']['status'], 'ok')
+    finally: km.shutdown_kernel(now=True)
+
+def await_that(cond, seconds):
+    end = time.monotonic()+seconds
+    while not cond():
+        assert time.monotonic()<end
+        time.sleep(0.1)
 
 @pytest.mark.parametrize('lines', [('fastdist','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.distributed'),
     ('fastai.distributed','fastai.tabular.all','fastai.vision.all','fastdist')])

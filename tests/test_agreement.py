@@ -1,0 +1,113 @@
+"How ranks agree, what it costs, and how long they wait"
+import time,pytest
+from collections import Counter
+from datetime import timedelta
+from accelerate.utils import InitProcessGroupKwargs
+from torch.profiler import ProfilerActivity,profile
+from fastai.basics import *
+from fastai.callback.all import *
+from fastdist import *
+from fastcore.test import test_eq,test_close,expect_fail
+from learners import digits
+
+def fit(learn, epochs=1, cbs=None, **kw):
+    with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(**kw): learn.fit(epochs, 0.05, cbs=cbs)
+    return learn
+
+class Count(Callback):
+    def __init__(self): self.steps = 0
+    def after_step(self): self.steps += 1
+
+class Decider(Callback):
+    decides = True
+    def after_step(self): self.learn.looked = self.iter
+
+class Opinion(Callback):
+    "Has enough on `rank` in batch `at` of the first epoch"
+    decides = True
+    def __init__(self, rank, at, what, event):
+        self.rank,self.at,self.what = rank,at,what
+        setattr(self, event, self.look)
+    def look(self):
+        if self.training and (self.epoch,self.iter,this_world().rank)==(0,self.at,self.rank): raise self.what
+
+cancels = CancelStepException,CancelBackwardException,CancelBatchException,CancelTrainException,CancelEpochException,CancelFitException
+spots = [(CancelStepException,'before_step'), (CancelBackwardException,'before_backward')] + [(c, e) for c in cancels[2:] for e in ('before_batch','after_loss','after_backward')]
+
+def decided(rank, what, event, culprit, bs=8):
+    set_seed(1)
+    learn,count = digits(n=180, bs=bs, opt_func=SGD),Count()
+    fit(learn, 2, [count, Opinion(culprit, 2, what, event)])
+    return count.steps,len(learn.recorder.losses),[o.tolist() for o in learn.model.parameters()]
+
+@pytest.mark.parametrize('what,event', spots)
+def test_a_callbacks_decision_is_everybodys_at_the_same_step(what, event):
+    alone = decided(0, what, event, 0, 24)
+    for culprit in (0,2):
+        for res in on_ranks(lambda rank: decided(rank, what, event, culprit), 3, join=False):
+            test_eq(res[:2], alone[:2])
+            for a,b in zip(res[2], alone[2]): test_close(torch.tensor(a), torch.tensor(b), 1e-5)
+
+def collectives(rank, n, cb):
+    learn = digits(n=n)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: fit(learn, cbs=cb())
+    return len(learn.recorder.losses),Counter(e.name for e in prof.events() if e.name.startswith('c10d::'))['c10d::allreduce_']
+
+def per_step(cb):
+    (a,x),(b,y) = [on_ranks(lambda rank: collectives(rank, n, cb), join=False)[0] for n in (160,320)]
+    return (y-x)/(b-a)
+
+def test_only_who_may_cancel_costs_a_vote(): test_eq(per_step(Decider)-per_step(Count), 1)
+
+class Sleepy(Callback):
+    def before_batch(self):
+        if this_world().rank and self.iter==1: time.sleep(8)
+
+def waited(rank, **kw):
+    start = time.monotonic()
+    try: fit(digits(), cbs=Sleepy(), **kw)
+    except RuntimeError as e: return str(e),time.monotonic()-start
+
+@pytest.mark.parametrize('patience', [None,60])
+def test_the_groups_timeout_takes_effect(patience):
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=2))
+    for text,seconds in on_ranks(lambda rank: waited(rank, patience=patience, kwargs_handlers=[handler]), join=False):
+        assert seconds<15
+        assert ('Sleepy.before_batch' if patience is None else 'Timed out') in text
+
+def unequal(rank): fit(digits(), cbs=[Decider()] if rank else None)
+
+def test_deciders_on_one_rank_alone_are_an_error():
+    with expect_fail(RankError, "different callbacks that may cancel: [[], ['Decider']]"): on_ranks(unequal, join=False)
+
+def leaves_early(rank):
+    learn = digits()
+    with learn.no_logging(), learn.no_bar(), learn.distrib_ctx():
+        if rank: return
+        try: learn.fit(1)
+        except RankError as e: return str(e)
+
+def test_a_rank_that_left_is_named(): assert on_ranks(leaves_early, join=False)[0].startswith('rank 1 failed:\nit left')
+
+def outside_a_fit(rank):
+    try:
+        with digits().distrib_ctx():
+            if rank: raise KeyError('between two fits')
+            time.sleep(20)
+    except Exception as e: return type(e).__name__,'between two fits' in str(e)
+
+def test_an_error_between_two_fits_interrupts_the_others():
+    start = time.monotonic()
+    test_eq(on_ranks(outside_a_fit, join=False), [('RankError',True), ('KeyError',True)])
+    assert time.monotonic()-start<8
+
+def two_contexts(rank):
+    a,b = digits(),digits()
+    with a.no_logging(), a.no_bar(), b.no_logging(), b.no_bar(), a.distrib_ctx():
+        with b.distrib_ctx():
+            try: b.fit(1, cbs=Callback(after_batch=lambda self: 1/(self.iter+rank-3)))
+            except Exception as e: seen = type(e).__name__
+        a.fit(1)
+    return seen,len(a.recorder.losses)
+
+def test_nested_contexts_share_the_line(): test_eq(on_ranks(two_contexts, join=False), [('RankError',9), ('ZeroDivisionError',9)])

@@ -1,0 +1,61 @@
+"Whatever goes wrong on one rank, wherever: all ranks end or go on together, soon, and know why"
+import pandas as pd,pytest
+from faults import *
+from fastcore.test import test_eq,test_close
+
+# a worker is ahead by as much as it happens to be; one process spoils all samples of the batch, not those of one rank
+unlike_one_process = [('SIGINT','data worker'), ('NaN','forward'), ('NaN','backward')]
+calls_back = 'before_fit','callback','validation','get_preds'
+
+def processes():
+    "Forks of this process: a forgotten rank or data worker would be one"
+    def is_fork(p):
+        try: return os.getpgid(int(p.name))==os.getpgrp() and (p/'cmdline').read_bytes()==Path('/proc/self/cmdline').read_bytes()
+        except OSError: return False
+    return {int(p.name) for p in Path('/proc').iterdir() if p.name.isdigit() and int(p.name)!=os.getpid() and is_fork(p)}
+
+@pytest.fixture(scope='module')
+def all_cells(tmp_path_factory):
+    before = processes()
+    res = matrix(tmp_path_factory.mktemp('faults'))
+    end = time.monotonic()+15
+    while processes()-before and time.monotonic()<end: time.sleep(0.2)
+    return res,processes()-before
+
+def names(text, o): return f'rank {o["culprit"]} failed' in text
+
+def check_survivable(o):
+    hidden = o['kind'].startswith('Cancel') and o['place'] not in calls_back # nobody can agree on it there, so it is an error
+    alone,mine = one_process('RuntimeError' if hidden else o['kind'], o['place'], o['size'], o['culprit']),o['ranks'][o['culprit']]
+    for r in o['ranks']:
+        assert r['whole'] and r['seconds']<10
+        if hidden: assert r['how']=='RankError' and names(r['text'], o)
+        elif alone['how']=='went on': test_eq((r['how'], r['n']), ('went on', alone['n']))
+        elif r is mine: assert r['how']==alone['how'] or o['place']=='data worker'
+        else: assert r['how']==alone['how'] or r['how']=='RankError' and names(r['text'], o)
+        same = o['ranks'][0] if (o['kind'], o['place']) in unlike_one_process else alone
+        for a,b in zip(r['weights'], same['weights']): test_close(a, b, 1e-5)
+
+def check_fatal(o):
+    saw = {int(k):v for k,v in o['saw'].items()}
+    told = {r:v for r,v in saw.items() if r!=o['culprit']}
+    test_eq(len(told), o['size']-1)
+    for how,text,seconds in told.values(): assert how=='RankError' and names(text, o) and seconds<10
+    assert o['seconds']<10 and names(o['head'], o)
+    if o['kind']=='dead loop': assert 'did not move' in saw[o['culprit']][1]
+    elif o['place']!='data worker': assert o['culprit'] not in saw and 'without a word' in first(told.values())[1]
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize('kind', survivable+fatal)
+def test_faults(all_cells, kind):
+    cells = [o for o in all_cells[0] if o['kind']==kind]
+    test_eq(len(cells), 4*len(places))
+    for o in cells:
+        try: (check_survivable if kind in survivable else check_fatal)(o)
+        except BaseException: raise AssertionError(f'{kind} in {o["place"]} on rank {o["culprit"]} of {o["size"]}: {o}')
+
+@pytest.mark.timeout(600)
+def test_nothing_is_left_running(all_cells):
+    rows = pd.DataFrame(times(all_cells[0]))
+    print(rows.pivot_table(index='fault', columns='place', values='seconds', aggfunc='max', sort=False).round(1).to_string())
+    test_eq(all_cells[1], set())
