@@ -213,6 +213,7 @@ def _keep(self:DistributedDL, x):
 # %% ../nbs/04_data.ipynb #cfe0ab45
 @patch
 def randomize(self:DistributedDL):
+    self.order.rng = self.dl.rng
     self.order.randomize()
     self.dl.rng = self.order.rng
 @patch

@@ -69,7 +69,7 @@ class DistributedTrainer(WrapperCallback):
         self.__dict__.update(_job=None, _events=None, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
 
     def __call__(self, event_name):
-        if not self._job: return
+        if not self._job or self._events.alone: return
         if event_name in _in_each_batch: return getattr(self, event_name)()
         super().__call__(event_name)
 
@@ -179,6 +179,7 @@ def _startup(self:DistributedTrainer):
 @patch
 def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     run = super(DistributedTrainer, self)._on_with_events
+    if self._events.alone: return self._aside(f, event_type, ex, final)
     if self.size==1: return run(f, event_type, ex, final)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
@@ -187,6 +188,14 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
             check_deciders(self.learn.cbs)
             self._events.vote = self._vote
             return run(f, event_type, ex, final)
+
+# %% ../nbs/09_trainer.ipynb #cf88aa73
+@patch
+def _aside(self:DistributedTrainer, f, event_type, *args):
+    "Rank 0 evaluates on its own"
+    if event_type=='fit': raise RuntimeError('a callback for rank 0 alone trains the model that all ranks train. HINT: let it do so on all ranks, or train a copy')
+    self._events.step_aside()
+    return type(self.learn)._with_events(self.learn, f, event_type, *args)
 
 # %% ../nbs/09_trainer.ipynb #a8a81f7f
 @patch
@@ -239,10 +248,12 @@ def _agreed(self:DistributedTrainer, f):
 @patch
 def _on_call_one(self:DistributedTrainer, event_name):
     line = self._job and self._job.line
-    if not line or self._events.alone: return type(self.learn)._call_one(self.learn, event_name)
-    line.beat += 1
-    if line.trouble: line.check()
-    self._events(event_name)
+    if line:
+        line.beat += 1
+        if line.trouble: line.check()
+    if line and not self._events.alone: return self._events(event_name)
+    if self._events.alone: return self._events.call_aside(event_name)
+    type(self.learn)._call_one(self.learn, event_name)
 
 @patch
 def _vote(self:DistributedTrainer, mine=None):
