@@ -17,7 +17,7 @@ def train(epochs=5):
     set_seed(42)
     learn = Learner(get_dls(), get_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
     with learn.distrib_ctx(): learn.fit_one_cycle(epochs, 1e-2)
-    if rank_distrib()==0: print(f'accuracy: {learn.recorder.values[-1][-1]:.3f}')
+    if this_world().rank==0: print(f'accuracy: {learn.recorder.values[-1][-1]:.3f}')
 
 if __name__=='__main__':
     if this_world().source=='one process': notebook_launcher(train, num_processes=torch.cuda.device_count() or 2)

@@ -3,10 +3,13 @@
 - `fastdist.accelerator`: Hugging Face Accelerate, told where this process stands
 - `fastdist.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.borrow`: What a Learner lends to a job of several ranks, and gets back
+- `fastdist.check`: Does all of this work on your machine? A report of one screen, and an exit code
 - `fastdist.comm`: Collectives over nested structures, and who goes first
 - `fastdist.data`: A data loader's share for each rank
 - `fastdist.desync`: Do all ranks still train the same model?
 - `fastdist.events`: Callbacks decide; all ranks do what one decides
+- `fastdist.head`: The same object in the head, before there are ranks, and in each rank
+- `fastdist.home`: What training on ranks has changed comes back to the object in the head
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang
 - `fastdist.learner`: Contexts that let a Learner train on N ranks, or on several GPUs of one process, and give it back whole
 - `fastdist.lifeline`: What happens to one rank is known to all at once
@@ -18,6 +21,7 @@
 - `fastdist.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
 - `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
+- `fastdist.spawn`: Ranks that a head process starts, watches and ends
 - `fastdist.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.watch`: A rank that stops moving is found, and named
 - `fastdist.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher"""
@@ -29,6 +33,7 @@ from .launch import RankError, on_ranks
 from .comm import rank0_first
 from .data import DistributedDL
 from .accelerator import OptionError
+from .head import Accelerator
 from .trainer import DistributedTrainer
 from . import report
 from .learner import ParallelTrainer
@@ -37,5 +42,5 @@ from .desync import DesyncCheck, DesyncError
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
-    'rank0_first', 'DistributedDL', 'OptionError', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
+    'rank0_first', 'DistributedDL', 'OptionError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
     'DesyncError']

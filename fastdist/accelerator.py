@@ -11,7 +11,7 @@ what is dropped in silence is found out after the training run. Its global state
 
 # %% auto #0
 __all__ = ['fastai_has_own', 'OptionError', 'accelerate_options', 'check_options', 'check_env', 'asked_steps', 'asked_precision',
-           'group_options', 'ProcessAccelerator']
+           'group_options', 'told', 'has_state', 'forget_state', 'open_accelerate', 'ProcessAccelerator']
 
 # %% ../nbs/07_accelerator.ipynb #e28e085c
 import os,torch
@@ -118,39 +118,56 @@ def group_options(
     return dict(timeout=h.timeout, backend=backend)
 
 # %% ../nbs/07_accelerator.ipynb #7a29e49f
-def _no_state(): return not PartialState._shared_state
-
 @contextmanager
-def _told(w):
+def told(
+    w:World, # This process's world
+    cpu_fp16=False # Let Accelerate say that it knows no fp16 on the CPU?
+):
     "Inside, the environment describes `w` to Accelerate"
     ranks = world_vars(w)
     own = dict(ACCELERATE_TORCH_DEVICE=str(w.device), ACCELERATE_BYPASS_DEVICE_MAP='true', OMP_NUM_THREADS=str(torch.get_num_threads()))
-    mode = 'no' if w.device.type=='cpu' and asked_precision(os.environ)=='fp16' else asked_precision(os.environ)
+    mode = 'no' if w.device.type=='cpu' and asked_precision(os.environ)=='fp16' and not cpu_fp16 else asked_precision(os.environ)
     gone = [k for k in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE') if w.size==1 and k in os.environ]
     with modified_env(*gone, **(ranks if w.size>1 else {}), ACCELERATE_MIXED_PRECISION=mode, **own): yield
 
-# %% ../nbs/07_accelerator.ipynb #d787ff41
+# %% ../nbs/07_accelerator.ipynb #47f2144e
+def has_state()->bool: return bool(PartialState._shared_state)
+def forget_state():
+    "Put Accelerate's global state back to where no `Accelerator` was made"
+    for o in (AcceleratorState,GradientState,PartialState): o._reset_state()
+
+def open_accelerate(
+    w:World, # This process's world
+    cpu_fp16=False, # Let Accelerate say that it knows no fp16 on the CPU?
+    **options # Of Accelerate's `Accelerator`
+)->HFAccelerator: # It counts as many processes as `w` has
+    "Accelerate's own object for this process; one that the user made before shares its state with it"
+    new = not has_state()
+    with told(w, cpu_fp16): acc = HFAccelerator(cpu=w.device.type=='cpu', **options)
+    if acc.num_processes==w.size: return acc
+    if new: forget_state()
+    raise OptionError('Accelerator()', acc.num_processes,
+        f'it was made before and found {acc.num_processes} processes, but there are {w.size}. HINT: make it inside the context')
+
+# %% ../nbs/07_accelerator.ipynb #be524cfc
 class ProcessAccelerator:
     "Accelerate's `Accelerator` for the process that `world` describes, with the `options` that `check_options` lets through"
     def __init__(self, world, **options):
-        self.world,self.owned,self.acc,self.carry = world,_no_state(),None,None
+        self.world,self.owned,self.acc,self.carry = world,not has_state(),None,None
         handlers = [h for h in options.pop('kwargs_handlers', None) or [] if not isinstance(h, InitProcessGroupKwargs)]
         self.ddp_options = _handler(handlers, DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
         self.scaler_options,self.autocast_options = _handler(handlers, GradScalerKwargs),_handler(handlers, AutocastKwargs)
         rest = [h for h in handlers if not isinstance(h, DistributedDataParallelKwargs)]
-        options['cpu'] = world.device.type=='cpu'
+        options.pop('cpu', None)
         try: self._make(kwargs_handlers=rest, **options)
         except BaseException:
             self.release()
             raise
 
     def _make(self, **kwargs):
-        with _told(self.world): self.acc = HFAccelerator(**kwargs)
-        self.precision,n = asked_precision(os.environ),self.acc.num_processes
+        self.acc,self.precision = open_accelerate(self.world, **kwargs),asked_precision(os.environ)
         self.accumulate,self.sync_each = self.acc.gradient_accumulation_steps,self.acc.gradient_state.plugin_kwargs.get('sync_each_batch', False)
         self.acc.native_amp,self.acc.scaler = False,None
-        if n!=self.world.size: raise OptionError('Accelerator()', n,
-            f'it was made before and found {n} processes, but there are {self.world.size}. HINT: make it inside the context')
 
     def forget(self):
         self.carry = None
@@ -159,7 +176,7 @@ class ProcessAccelerator:
     def release(self):
         "Put Accelerate's global state back"
         self.forget()
-        if self.owned: [o._reset_state() for o in (AcceleratorState,GradientState,PartialState)]
+        if self.owned: forget_state()
 
 # %% ../nbs/07_accelerator.ipynb #569f85eb
 @patch
@@ -172,7 +189,7 @@ def prepare(self:ProcessAccelerator,
     self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=per_step)
     shared = Carrier(model) if self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
     self.carry = shared.carry if shared is not model and self._carries() else None
-    with _told(self.world), catch_warnings():
+    with told(self.world), catch_warnings():
         filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
         res = self.acc.prepare_model(shared)
     vars(shared).pop('_is_accelerate_prepared', None)

@@ -143,11 +143,6 @@ def _call_alone(self:Events, cb, event_name):
         if self.aside: self._go_on(at)
     if learn.cbs.items!=before: self._mark(before)
 
-@patch
-def _mark(self:Events, before):
-    for o in self.learn.cbs:
-        if not any(o is b for b in before): o.rank0_only = True
-
 # %% ../nbs/08b_events.ipynb #2dde568d
 _loop = 'dl','iter','n_iter','epoch','n_epoch','train_iter','pct_train','training','xb','yb','pred','loss','loss_grad','smooth_loss'
 
@@ -182,6 +177,12 @@ def call_aside(self:Events, event_name):
     self.step_aside()
     for cb in self.learn.cbs.sorted('order'):
         if cb is self.alone or not is_rank0_only(cb): cb(event_name)
+
+# %% ../nbs/08b_events.ipynb #7b2df250
+@patch
+def _mark(self:Events, before):
+    for o in self.learn.cbs:
+        if not any(o is b for b in before): o.rank0_only = True
 
 @patch
 def _go_on(self:Events, at):

@@ -18,7 +18,6 @@ from warnings import warn
 from contextlib import contextmanager,nullcontext
 from copy import deepcopy
 from inspect import signature
-from dataclasses import replace
 from types import SimpleNamespace
 from accelerate import Accelerator as HFAccelerator
 from fastcore.all import *
@@ -37,6 +36,7 @@ from .norm import *
 from .loss import *
 from .metrics import *
 from .accelerator import *
+from .head import *
 from .borrow import *
 from .accumulate import *
 from .events import *
@@ -62,6 +62,7 @@ class DistributedTrainer(WrapperCallback):
         check_options(**kwargs)
         self.sync_bn,self.patience,self.options,self._said = sync_bn,check_patience(patience),kwargs,False
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
+        self.accelerator = Accelerator(**kwargs)
         self._init_state()
 
     def _init_state(self):
@@ -73,8 +74,6 @@ class DistributedTrainer(WrapperCallback):
         if event_name in _in_each_batch: return getattr(self, event_name)()
         super().__call__(event_name)
 
-    @property
-    def accelerator(self): return self._job.live.acc if self._job else None
     @property
     def size(self): return self._job.world.size if self._job and not self._events.alone else 1
 
@@ -88,11 +87,11 @@ def _warn_lone(env):
 def _lend(self:DistributedTrainer):
     check_env(os.environ)
     _warn_lone(os.environ)
-    w = this_world()
-    if self.options.get('cpu'): w = replace(w, cpu=True)
+    w = self.accelerator.world
     dynamo = os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower()!='no'
     if w.size==1 and not self.options and asked_precision(os.environ)=='no' and asked_steps(os.environ)==1 and not dynamo: return
     self._job,self._events = Job(self.learn, w, dict(self.options), self.patience),Events(self.learn, w.rank)
+    self.accelerator.adopt(self._job.member, self._job.live.acc)
     if self._job.live.accumulate>1: self._job.help(AccumulateSteps(lambda: self._window))
     super(DistributedTrainer, self)._lend()
 
@@ -100,6 +99,7 @@ def _lend(self:DistributedTrainer):
 def _return(self:DistributedTrainer):
     super(DistributedTrainer, self)._return()
     if self._job: self._job.close()
+    self.accelerator.adopt(None, None)
     self._job = None
 
 # %% ../nbs/09_trainer.ipynb #c5d0222a

@@ -69,7 +69,7 @@ def _num(env, key, default=None, hi=None):
 
 def _launcher(env):
     "Name of the launcher that sets what is in `env`"
-    if 'SLURM_STEP_ID' in env and (env['RANK'],env['WORLD_SIZE'])==(env.get('SLURM_PROCID'),env.get('SLURM_NTASKS')): return 'srun'
+    if 'TORCHELASTIC_RUN_ID' not in env and 'SLURM_STEP_ID' in env and (env['RANK'],env['WORLD_SIZE'])==(env.get('SLURM_PROCID'),env.get('SLURM_NTASKS')): return 'srun'
     if 'NPROC' in env and 'NODE_RANK' in env: return 'notebook_launcher'
     if 'ACCELERATE_MIXED_PRECISION' in env: return 'accelerate launch'
     if 'TORCHELASTIC_RUN_ID' in env: return 'torchrun'
@@ -136,7 +136,7 @@ def from_env(cls:World,
     w = from_ranks(env) or from_slurm(env) or World()
     addr,port = env.get('MASTER_ADDR', w.master_addr),_num(env, 'MASTER_PORT', w.master_port, hi=65535)
     cpu = str2bool(env.get('ACCELERATE_USE_CPU') or 'no')
-    return replace(w, master_addr=addr, master_port=port, cpu=cpu, node_name=w.node_name or socket.gethostname())
+    return replace(w, master_addr=addr, master_port=port, cpu=cpu, node_name=w.node_name or env.get('SLURMD_NODENAME') or socket.gethostname())
 
 # %% ../nbs/00_world.ipynb #a2c722ab
 @patch(as_prop=True)

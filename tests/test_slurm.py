@@ -1,0 +1,138 @@
+"The scripts of `examples/slurm` on a real SLURM of two nodes, which this file starts and ends; where none can be installed, it says why"
+import getpass,os,re,secrets,shlex,shutil,signal,socket,subprocess
+from contextlib import ExitStack,contextmanager,suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+import pytest
+from test_launchers import await_that,bin_,env,free_port,here
+from test_nodes import ends,script
+
+pytestmark = pytest.mark.timeout(480)
+env = env | dict(PATH=f"{bin_}:{os.environ['PATH']}:/usr/sbin:/sbin", PYTHONUNBUFFERED='')
+host,user = socket.gethostname().partition('.')[0],getpass.getuser()
+
+conf = """ClusterName=here
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthInfo=socket={d}/munge.socket
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPidFile={d}/slurmctld.pid
+SlurmdPidFile={d}/%n.pid
+StateSaveLocation={d}
+SlurmdSpoolDir={d}/%n
+SlurmctldLogFile={d}/slurmctld.log
+SlurmdLogFile={d}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0
+KillWait=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=main Nodes=ALL Default=YES
+"""
+daemons = 'munged --foreground --key-file=key --socket={d}/munge.socket --pid-file={d}/munged.pid --log-file={d}/munged.log --seed-file={d}/seed', \
+    'slurmctld -D','slurmd -D -N n1','slurmd -D -N n2'
+
+def missing(): return [o for o in 'munged slurmctld slurmd sbatch srun scancel scontrol sinfo'.split() if not shutil.which(o, path=env['PATH'])]
+
+def apt(*args):
+    p = subprocess.run(['apt-get', *args], env=env|dict(DEBIAN_FRONTEND='noninteractive'), capture_output=True, text=True, timeout=150)
+    return p.stderr[-500:]
+
+def why_not():
+    "Why SLURM is not here, nor can be installed from Debian's packages"
+    lack = missing()
+    if not lack: return
+    if os.geteuid() or not shutil.which('apt-get'): return f'{lack} are missing, and only root can install them, with apt-get'
+    try: said = apt('update')+apt('install', '-y', 'slurm-wlm', 'munge')
+    except subprocess.TimeoutExpired as e: said = str(e)
+    if missing(): return f'{missing()} are missing, and apt-get did not install them: {said}'
+
+def sh(cmd, env):
+    "What `cmd` says, in whatever way it ends"
+    return subprocess.run(shlex.split(cmd), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30).stdout.strip()
+
+@contextmanager
+def running(cmd, d, env):
+    "A daemon, which writes into `d` what it says"
+    with open(d/'said', 'a') as f: p = subprocess.Popen(cmd.format(d=d).split(), stdout=f, stderr=f, cwd=d, env=env, start_new_session=True)
+    try: yield p
+    finally:
+        p.terminate()
+        with suppress(subprocess.TimeoutExpired): p.wait(10)
+        p.kill()
+        p.wait()
+
+def members(d):
+    "Processes of the cluster in `d`, its jobs' included: each has its configuration in the environment"
+    def ours(pid):
+        with suppress(OSError): return f'SLURM_CONF={d}/'.encode() in Path(f'/proc/{pid}/environ').read_bytes()
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir('/proc'))) if ours(pid)]
+
+def end_members(d):
+    for pid in members(d):
+        with suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
+
+def idle(env): return sh('sinfo -h -o %T%D', env)=='idle2'
+
+def end_jobs(env):
+    sh(f'scancel --user {user}', env)
+    with suppress(AssertionError): await_that(lambda: idle(env), 15)
+
+def configure(d):
+    "All that the daemons need in `d`, and the environment in which SLURM's commands find them"
+    d.chmod(0o755) # munge refuses what others cannot enter
+    (d/'slurm.conf').write_text(conf.format(d=d, host=host, user=user, ports=[free_port() for _ in range(3)]))
+    (d/'key').touch(0o600)
+    (d/'key').write_bytes(secrets.token_bytes(64))
+    return env|dict(SLURM_CONF=f'{d}/slurm.conf')
+
+def logs(d): return '\n'.join(f'{p.name}: {p.read_text()[-1500:]}' for p in [d/'said', *d.glob('*.log')])
+
+def start(d, stack):
+    "The cluster, which ends with `stack`"
+    env = configure(d)
+    stack.callback(end_members, d)
+    for o in daemons: stack.enter_context(running(o, d, env))
+    stack.callback(end_jobs, env)
+    try: await_that(lambda: idle(env), 60)
+    except AssertionError: pytest.fail(f'the cluster did not start\n{logs(d)}')
+    return env
+
+@pytest.fixture(scope='module')
+def cluster():
+    "The environment in which `sbatch` speaks to a SLURM of two nodes on this host, of which nothing is left afterwards"
+    why = why_not()
+    if why: pytest.skip(why)
+    with TemporaryDirectory(prefix='slurm') as d, ExitStack() as stack: yield start(Path(d), stack)
+
+def submit(args, env):
+    "A job of two nodes, whose names nobody resolves"
+    meet = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
+    job = sh(f'sbatch --parsable --nodes 2 --output {Path("out").absolute()} {args}', env|meet)
+    assert job.isdigit(), job
+    return job
+
+def state(job, env): return re.search(r'JobState=(\w+)', sh(f'scontrol show job {job}', env))[1]
+
+def finished(job, env, secs):
+    "How `job` ended, and what it said"
+    await_that(lambda: state(job, env) not in ('PENDING','CONFIGURING','RUNNING','COMPLETING'), secs)
+    return state(job, env),Path('out').read_text()
+
+@pytest.mark.parametrize('name,source', [('torchrun','torchrun'), ('ranks','srun')])
+def test_a_script_trains_on_two_nodes(cluster, name, source):
+    job = submit(f'--chdir {script.parent} {script.parent}/{name}.sbatch', cluster)
+    how,out = finished(job, cluster, 150)
+    assert how=='COMPLETED', out[-3000:]
+    ends(out, 4, source)
+
+def test_a_rank_that_is_killed_ends_the_job(cluster):
+    job = submit(f'--ntasks-per-node 1 --wrap "srun python {here}/broken.py {Path.cwd()}"', cluster)
+    trains = lambda: {int(p.stem):int(p.suffix[1:]) for p in Path.cwd().glob('[01].*')}
+    await_that(lambda: len(trains())==2, 90)
+    os.kill(trains()[1], signal.SIGKILL)
+    how,out = finished(job, cluster, 15)
+    assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it ended without a word' in out, out[-3000:]
