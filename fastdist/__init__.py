@@ -26,6 +26,9 @@
 - `fastdist.watch`: A rank that stops moving is found, and named
 - `fastdist.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher"""
 
+import gc
+collected = gc.isenabled()
+gc.disable() # to look through what is imported, again and again, would take a quarter of the time; all of it stays
 from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .world import World, WorldError, this_world, setup_distrib, teardown_distrib
@@ -39,6 +42,7 @@ from . import report
 from .learner import ParallelTrainer
 from . import saving
 from .desync import DesyncCheck, DesyncError
+if collected: gc.enable()
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',

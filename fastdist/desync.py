@@ -128,7 +128,7 @@ def _how(name, mine, tables, ref, ranks):
     n = math.prod(vals[0][1])
     if n>2**20: return ''
     mine = mine.detach().cpu()
-    count,most = tensor(gather_objs(_apart(mine, broadcast_obj(mine, ref))), dtype=torch.float64).amax(0).tolist()
+    count,most = torch.tensor(gather_objs(_apart(mine, broadcast_obj(mine, ref))), dtype=torch.float64).amax(0).tolist()
     return f', in {count:.0f} of {n} elements by up to {most:.3g}'
 
 # %% ../nbs/12_desync.ipynb #4c76b293

@@ -139,7 +139,7 @@ class _Ear:
 def _context(start):
     if start=='fork' or 'forkserver' not in get_all_start_methods(): return get_context(start)
     ctx = get_context('forkserver')
-    ctx.set_forkserver_preload(['fastdist.spawn'])
+    ctx.set_forkserver_preload(['fastdist.spawn','torch._dynamo']) # the second is imported by every DDP that is made
     return ctx
 
 # %% ../nbs/07a_spawn.ipynb #bd610994
