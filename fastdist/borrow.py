@@ -159,7 +159,7 @@ class Job:
         self.own_line = self.world.size>1 and lifeline() is None
         if self.world.size>1: self.line = lifeline() or WatchedLifeline(self.world, patience or wait).open(wait)
         self.member.join(**how)
-        if self.own_line: self.line.armed = True
+        if self.own_line: self.line.arm()
 
     def _open(self, options):
         self.live = ProcessAccelerator(self.world, **options)
@@ -194,10 +194,11 @@ def together(self:Job,
     "Inside, what goes wrong on one rank is raised on all; a group that broke before is made anew"
     line = self.line
     if line.failed or line.trouble: self._renew()
-    line.armed = True
+    line.arm()
     try:
         with line.watch(where): yield
     except BaseException as e: self.blame(e)
+    line.arm()
 
 @patch
 def blame(self:Job, e):

@@ -15,7 +15,7 @@ so that a collective in which the main thread waits ends, and interrupts the mai
 __all__ = ['awaited', 'Line', 'Lifeline', 'is_broken', 'lifeline']
 
 # %% ../nbs/01a_lifeline.ipynb #25981950
-import hmac,json,math,os,secrets,selectors,signal,socket,threading,time,traceback
+import hmac,json,math,os,secrets,selectors,signal,socket,sys,threading,time,traceback
 from contextlib import contextmanager,suppress
 from datetime import timedelta
 from weakref import WeakSet
@@ -72,7 +72,7 @@ class Lifeline:
         self.world,self.tick,self.rank = world,tick,world.rank
         self.lines,self.left,self.here = {},set(),dict.fromkeys(range(world.size), 0)
         self.news,self.met,self.turn,self.trouble,self.heard_of = threading.Condition(),0,0,None,None
-        self.armed,self.failed,self.closed,self.thread,self.main = False,False,False,None,False
+        self.armed,self.amid,self.failed,self.closed,self.thread,self.main = False,None,False,False,None,False
         self.ident,self.server,self.sel = threading.get_ident(),None,selectors.DefaultSelector()
         self.wake,other = socket.socketpair()
         self.sel.register(other, selectors.EVENT_READ)
@@ -202,20 +202,27 @@ def _fail(self:Lifeline, err, turn):
 
 @patch
 def _interfere(self:Lifeline, now):
-    "Let the main thread out of where it waits"
-    with self.news:
-        if self.trouble or self.failed or now-self.heard_of[2]<0.5: return
+    "Let the main thread out of where it waits; again and again, until it hears"
+    with self.news: # until all is done, the main thread cannot go on to the next turn
+        if not self.heard_of or self.failed or now-self.heard_of[2]<0.5: return
+        owner = None if self.trouble else group_owner()
         self.trouble = self.heard_of[0]
+        if self.armed and self.main: signal.pthread_kill(self.ident, signal.SIGURG)
+        if owner: owner.cut()
         self.news.notify_all()
-    if self.armed and self.main: signal.pthread_kill(self.ident, signal.SIGURG)
-    owner = group_owner()
-    if owner: owner.cut()
 
 # %% ../nbs/01a_lifeline.ipynb #04470955
 @patch
-def _interrupt(self:Lifeline, signum, frame):
-    if self.armed: self.check()
+def arm(self:Lifeline):
+    "From here on the main thread may be interrupted"
+    self.amid,self.armed = id(sys.exc_info()[1]),True
 
+@patch
+def _interrupt(self:Lifeline, signum, frame):
+    e = sys.exc_info()[1]
+    if self.armed and (e is None or id(e)==self.amid): self.check()
+
+# %% ../nbs/01a_lifeline.ipynb #bd07c355
 @patch
 def check(self:Lifeline):
     "Raise what went wrong on another rank"
@@ -312,7 +319,8 @@ def renew(self:Lifeline):
     with self.news:
         self.turn += 1
         if self.heard_of and self.heard_of[1]<self.turn: self.trouble = self.heard_of = None
-        self.failed,self.armed = False,True
+        self.failed = False
+    self.arm()
     self.meet()
 
 # %% ../nbs/01a_lifeline.ipynb #51a53735

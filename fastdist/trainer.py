@@ -183,11 +183,11 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self.size==1: return run(f, event_type, ex, final)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
-    with self._job.together(self._where), own_random(self._job.world.rank), self._all_stats():
-        with self._whole_again():
-            check_deciders(self.learn.cbs)
-            self._events.vote = self._vote
-            return run(f, event_type, ex, final)
+    with self._job.together(self._where), own_random(self._job.world.rank), self._all_stats(), self._whole_again():
+        check_deciders(self.learn.cbs)
+        self._events.vote = self._vote
+        try: return run(f, event_type, ex, final)
+        finally: self._job.line.armed = False # before anything that puts back begins; a call would come too late
 
 # %% ../nbs/09_trainer.ipynb #cf88aa73
 @patch
@@ -201,24 +201,15 @@ def _aside(self:DistributedTrainer, f, event_type, *args):
 @patch
 @contextmanager
 def _whole_again(self:DistributedTrainer):
-    "After an error the Learner is as before; what the thread raises once in the main thread may have come in the middle of another clean-up"
+    "After an error the Learner is as before"
     learn,model = self.learn,self.learn.model
-    try:
-        with self._undisturbed(): yield
+    try: yield
     except BaseException:
         learn.model,self._fitting = model,False
         self.unwrap()
         if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
         raise
     finally: self._events.vote = None
-
-@patch
-@contextmanager
-def _undisturbed(self:DistributedTrainer):
-    try: yield
-    except BaseException:
-        self._job.line.armed = False
-        raise
 
 # %% ../nbs/09_trainer.ipynb #5c3e19a9
 @patch

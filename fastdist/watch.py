@@ -68,7 +68,8 @@ class WatchedLifeline(Lifeline):
         super()._look(now)
         self._ping(now)
         self._check_progress(now)
-        if self.trouble and self.armed and self.main and now-self.heard_of[2]>max(10, self.patience): self._end()
+        heard = self.heard_of # which the main thread may forget at any time
+        if heard and self.trouble and self.armed and self.main and now-heard[2]>max(10, self.patience): self._end()
 
 # %% ../nbs/01b_watch.ipynb #fb84fe78
 @patch

@@ -1,5 +1,6 @@
 "Everything that can go wrong, everywhere, on each rank: what the ranks do, and how long they take: `python tests/faults.py --save`"
 import json,os,signal,threading,time
+from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from fastai.basics import *
@@ -14,7 +15,12 @@ import_module('torch._dynamo') # DDP imports it when it is made, for two seconds
 bs,n_steps,n_valid,patience = 4,5,24,3.
 survivable = [c.__name__ for c in cancels]+['RuntimeError','NaN','SIGINT']
 fatal = ['SIGTERM','SIGKILL','dead loop']
+calls_back = 'before_fit','callback','validation','get_preds'
 places = ['data set','data worker','before_fit','forward','backward','callback','metric','validation','get_preds']
+
+def hidden(kind, place):
+    "Nobody can agree on it there, so it is an error"
+    return kind.startswith('Cancel') and place not in calls_back
 
 class Fault:
     "Goes wrong once, in the process and at the time that it is made for"
@@ -143,25 +149,35 @@ def dead(kind, place, size, culprit):
     return saw,head,time.monotonic()-start
 
 # %%
-def cells(size, culprit, out):
-    "All cells of one `culprit` among `size` ranks"
-    res = []
-    calm = [(k,p) for k in survivable for p in places]
+def survived(size, culprit):
+    "All cells of one `culprit` among `size` ranks that go on; the ranks are forked once"
+    calm,alone = [(k,p) for k in survivable for p in places],cache(one_process)
     run = lambda rank: [survive(rank, k, p, size, culprit) for k,p in calm]
-    for (k,p),*ranks in zip(calm, *on_ranks(run, size, join=False, timeout=600)): res.append(dict(kind=k, place=p, ranks=ranks))
-    for k in fatal:
-        for p in places:
-            saw,head,seconds = dead(k, p, size, culprit)
-            res.append(dict(kind=k, place=p, saw=saw, head=head, seconds=seconds))
-    Path(out).write_text(json.dumps([o|dict(size=size, culprit=culprit) for o in res]))
+    for (k,p),*ranks in zip(calm, *on_ranks(run, size, join=False, timeout=600)):
+        yield dict(kind=k, place=p, ranks=ranks, alone=alone('RuntimeError' if hidden(k, p) else k, p, size, culprit))
+
+def died(size, culprit):
+    "All cells of one `culprit` among `size` ranks that end"
+    for k,p in [(k,p) for k in fatal for p in places]:
+        saw,head,seconds = dead(k, p, size, culprit)
+        yield dict(kind=k, place=p, saw=saw, head=head, seconds=seconds)
+
+def cells(run, size, culprit, folder):
+    res = [o|dict(size=size, culprit=culprit) for o in run(size, culprit)]
+    Path(f'{folder}/{run.__name__}{size}{culprit}.json').write_text(json.dumps(res))
 
 def matrix(folder):
-    "Run all cells, the four (size, culprit) side by side, since ranks wait most of the time"
-    jobs = [(size,culprit) for size in (2,3) for culprit in (0,size-1)]
-    procs = [get_context('fork').Process(target=cells, args=(*o, f'{folder}/{o[0]}{o[1]}.json')) for o in jobs]
+    "Run all cells, each (size, culprit) beside the others, since ranks wait most of the time"
+    jobs = [(run,size,culprit) for run in (survived,died) for size in (2,3) for culprit in (0,size-1)]
+    procs = [get_context('fork').Process(target=cells, args=(*o, folder)) for o in jobs]
     for p in procs: p.start()
     for p in procs: p.join()
-    return [o for s,c in jobs for o in json.loads(Path(f'{folder}/{s}{c}.json').read_text())]
+    for o,p in zip(jobs, procs): assert p.exitcode==0, f'{o} ended with {p.exitcode}'
+    return found(folder)
+
+def found(folder):
+    "The cells that have been run in `folder`"
+    return [o for p in sorted(Path(folder).glob('*.json')) for o in json.loads(p.read_text())]
 
 def times(cells):
     "Seconds until all ranks have ended or gone on, in each of `cells`"
@@ -170,9 +186,10 @@ def times(cells):
 
 @call_parse
 def main(
-    save:bool=False # Put the times in the place of those that the notebook shows?
+    save:bool=False, # Put the times in the place of those that the notebook shows?
+    folder:str=None # Where what happened in each cell stays; it goes with a temporary folder by default
 ):
     "Measure how long each fault takes until it is over"
-    with tempfile.TemporaryDirectory() as d: rows = times(matrix(d))
+    with tempfile.TemporaryDirectory() as d: rows = times(matrix(folder or d))
     print(pd.DataFrame(rows).pivot_table(index='fault', columns='place', values='seconds', aggfunc='max', sort=False).round(1).to_string())
     if save: Path(__file__).with_suffix('.json').write_text(json.dumps(rows))

@@ -135,6 +135,54 @@ def test_bad_options(kw, msg):
     with expect_fail((OptionError,TypeError), msg): Accelerator(**kw)
     assert not has_state()
 
+@pytest.mark.parametrize('n', [1,2,4])
+def test_evaluation_counts_each_sample_once(n):
+    def f(rank):
+        acc = cpu()
+        dl = acc.prepare(TorchLoader(torch.arange(37), 4))
+        res = torch.cat([acc.gather_for_metrics(x) for x in dl]).tolist()
+        acc.finalize()
+        return res
+    for res in on(n, f): test_eq(sorted(res), list(range(37)))
+
+@pytest.mark.parametrize('n', [1,2,4])
+def test_what_accelerate_answers(n):
+    def f(rank):
+        acc = cpu()
+        m = nn.Linear(2,1)
+        m,opt = acc.prepare(m, torch.optim.SGD(m.parameters(), 0.1))
+        t = torch.ones(rank+1)
+        res = acc.gather(t[:1]).tolist(),acc.reduce(t[:1], 'sum').item(),len(acc.pad_across_processes(t))
+        with acc.main_process_first(): x = torch.ones(1,2)
+        with acc.accumulate(m): acc.backward(m(x).sum())
+        acc.clip_grad_norm_(m.parameters(), 1e-3)
+        opt.step()
+        acc.wait_for_everyone()
+        acc.save_state('state')
+        w = acc.unwrap_model(m).weight.detach().clone()
+        with torch.no_grad(): acc.unwrap_model(m).bias.add_(1)
+        acc.load_state('state')
+        acc.save_model(m, 'model')
+        test_eq((acc.unwrap_model(m).weight, acc.is_main_process, acc.is_last_process, acc.sync_gradients), (w, rank==0, rank==n-1, True))
+        acc.end_training()
+        assert not has_state() and not dist.is_initialized()
+        return res
+    test_eq(on(n, f), [([1.]*n,float(n),n)]*n)
+    assert Path('model/model.safetensors').exists()
+
+def by_hand(rank, port, path):
+    os.environ['MASTER_PORT'] = str(port)
+    acc = cpu(nprocs=2)
+    acc.setup_process(rank)
+    res = acc.broadcast(f'from {rank}', src=1),acc.rank,acc.world_size,len(acc.prepare(TorchLoader(torch.arange(8), 2)))
+    acc.finalize()
+    acc.finalize()
+    Path(path, str(rank)).write_text(f'{res} {"RANK" in os.environ} {has_state()} {dist.is_initialized()}')
+
+def test_processes_that_somebody_else_starts(tmp_path):
+    torch.multiprocessing.start_processes(by_hand, (free_port(), str(tmp_path)), 2, start_method='fork')
+    test_eq([(tmp_path/str(i)).read_text() for i in range(2)], [f"('from 1', {i}, 2, 2) False False False" for i in range(2)])
+
 # Interplay
 
 def test_a_user_s_own_accelerate_object_is_adopted():
@@ -178,6 +226,13 @@ def test_closures_lambdas_and_all_ranks():
     test_eq(acc.distribute(lambda x: x+y+acc.rank, **forked)(1), 11)
     test_eq(acc.distribute(lambda x: x+y+acc.rank, all_ranks=True, **forked)(1), [11,12,13])
     test_eq((acc.rank, has_state(), dist.is_initialized(), 'RANK' in os.environ), (0,False,False,False))
+
+def test_data_workers_of_ranks():
+    def f():
+        acc = cpu()
+        return torch.cat(list(acc.prepare(TorchLoader(torch.arange(16), 2, num_workers=1)))).tolist()
+    a,b = cpu(nprocs=2).distribute(f, all_ranks=True)()
+    test_eq(sorted(a+b), list(range(16)))
 
 def test_it_runs_in_place_where_ranks_exist():
     def f(rank): return cpu(nprocs=4).distribute(lambda: this_world().rank)(),cpu(nprocs=4).distribute(lambda: rank, all_ranks=True)()
