@@ -522,6 +522,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fastdist.spawn._Ear.__call__': ('spawn.html#_ear.__call__', 'fastdist/spawn.py'),
                                 'fastdist.spawn._Ear.__init__': ('spawn.html#_ear.__init__', 'fastdist/spawn.py'),
                                 'fastdist.spawn._Ear._show': ('spawn.html#_ear._show', 'fastdist/spawn.py'),
+                                'fastdist.spawn._Ear.close': ('spawn.html#_ear.close', 'fastdist/spawn.py'),
                                 'fastdist.spawn._Failure': ('spawn.html#_failure', 'fastdist/spawn.py'),
                                 'fastdist.spawn._Failure.__init__': ('spawn.html#_failure.__init__', 'fastdist/spawn.py'),
                                 'fastdist.spawn._be_rank': ('spawn.html#_be_rank', 'fastdist/spawn.py'),

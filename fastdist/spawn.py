@@ -115,10 +115,10 @@ def _no_script():
 
 # %% ../nbs/07a_spawn.ipynb #e53ccf81
 class _Ear:
-    "Shows what comes through the pipe at `path` on `to`, each line after `prefix`"
+    "Shows what comes through the pipe at `path` on `to`; after a `prefix`, if there is one, and then only whole lines"
     def __init__(self, path, to, prefix=''):
         os.mkfifo(path)
-        self.fd,self.to,self.prefix,self.at_start = os.open(path, os.O_RDONLY|os.O_NONBLOCK),to,prefix,True
+        self.fd,self.to,self.prefix,self.rest = os.open(path, os.O_RDONLY|os.O_NONBLOCK),to,prefix,''
         self.decode = codecs.getincrementaldecoder('utf-8')('replace').decode
 
     def __call__(self):
@@ -130,10 +130,15 @@ class _Ear:
 
     def _show(self, s):
         if self.prefix:
-            s = ''.join((self.prefix if at else '')+o for at,o in zip([self.at_start]+[True]*s.count('\n'), s.splitlines(True)))
-            self.at_start = s.endswith('\n')
+            lines = (self.rest+s).splitlines(True)
+            self.rest = lines.pop() if lines and not lines[-1].endswith(('\n','\r')) else ''
+            s = ''.join(self.prefix+o for o in lines)
         self.to.write(s)
         self.to.flush()
+
+    def close(self):
+        if self.rest: self._show('\n')
+        os.close(self.fd)
 
 # %% ../nbs/07a_spawn.ipynb #e1b91763
 def _context(start):
@@ -198,7 +203,7 @@ def end(self:Ranks, grace=2):
     for p in self.procs:
         with suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGKILL)
         p.join()
-    for o in self.ears: os.close(o.fd)
+    for o in self.ears: o.close()
     self.sel.close()
 
 # %% ../nbs/07a_spawn.ipynb #5f62a115

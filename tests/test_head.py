@@ -253,9 +253,10 @@ class Lines:
 def test_what_ranks_print(monkeypatch, show_all):
     out = Lines()
     monkeypatch.setattr(sys, 'stdout', out)
-    cpu(nprocs=2).distribute(lambda: print('line\nrank', this_world().rank), show_all=show_all, **forked)()
-    if not show_all: test_eq(out.s, 'line\nrank 0\n')
-    else: test_eq(sorted(out.s.splitlines()), sorted(f'[rank{r}] {o}' for r in range(2) for o in ('line',f'rank {r}')))
+    def say(): print('line\n10%', end='\r'), print('rank', this_world().rank, end='')
+    cpu(nprocs=2).distribute(say, show_all=show_all, **forked)()
+    if not show_all: test_eq(out.s, 'line\n10%\rrank 0')
+    else: test_eq(sorted(out.s.splitlines(True)), sorted(f'[rank{r}] {o}' for r in range(2) for o in ('line\n','10%\r',f'rank {r}\n')))
 
 def fit(learn, *a, **kw):
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(*a, **kw)
