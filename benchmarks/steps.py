@@ -75,7 +75,7 @@ def compare(row, rows):
     "Add to `row` what it is relative to the DDP loop's, and to fastai's in one process"
     ddp,fastai = [first(o for o in rows if (o['work'],o['peer'])==(row['work'],k)) for k in ('DDP','fastai')]
     row |= {f'{k}_x':ratio(row.get(k), ddp[k]) for k in ('added','exchange','train_two','valid_two','epoch_two')}
-    row['valid_fastai_x'] = ratio(row.get('valid_two'), fastai['valid_apart']) if row['baseline']=='fastai' else None
+    row['valid_fastai_x'] = ratio(row.get('valid_two'), fastai['valid_one']) if row['baseline']=='fastai' else None
 
 def show_times(work, rows):
     keys = 'train_one train_apart train_two added added_x exchange exchange_x valid_one valid_apart valid_two valid_two_x valid_fastai_x epoch_two epoch_two_x'.split()

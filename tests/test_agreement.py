@@ -7,6 +7,7 @@ from torch.profiler import ProfilerActivity,profile
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
+from fastdist.lifeline import Lifeline
 from fastcore.test import test_eq,test_close,expect_fail
 from learners import digits
 
@@ -111,3 +112,14 @@ def two_contexts(rank):
     return seen,len(a.recorder.losses)
 
 def test_nested_contexts_share_the_line(): test_eq(on_ranks(two_contexts, join=False), [('RankError',9), ('ZeroDivisionError',9)])
+
+def test_an_error_that_was_there_before_keeps_nothing_back():
+    "A second fit may stand in the `except` clause of the first"
+    def f(rank):
+        with Lifeline(this_world()).open() as line:
+            if rank: return line.failed_here(ValueError('a broken file'))
+            try: {}['mine']
+            except KeyError:
+                line.arm()
+                with expect_fail(RankError, 'a broken file'): time.sleep(8)
+    on_ranks(f, join=False)

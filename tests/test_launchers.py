@@ -19,12 +19,16 @@ env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONW
 def start(*cmd, env=env):
     return subprocess.Popen(list(map(str, cmd)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env)
 
-def output(*procs, timeout=150):
-    "What `procs` print, all of which must succeed; none of them is left, whatever happens"
-    try: outs = [p.communicate(timeout=timeout)[0] for p in procs]
+def printed(*procs, timeout):
+    "What each of `procs` prints until it ends; none of them is left, whatever happens"
+    try: return [p.communicate(timeout=timeout)[0] for p in procs]
     finally:
         for p in procs:
             if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
+
+def output(*procs, timeout=150):
+    "What `procs` print, all of which must succeed"
+    outs = printed(*procs, timeout=timeout)
     for p,o in zip(procs, outs): assert p.returncode==0, o[-3000:]
     return ''.join(outs)
 

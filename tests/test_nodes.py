@@ -1,7 +1,7 @@
 "Two torchrun agents on this host make a job of two nodes, and say so where they do not meet"
-import os,re,signal,time
+import re,time
 import pytest
-from test_launchers import bin_,env,free_port,here,output,start
+from test_launchers import bin_,env,free_port,here,output,printed,start
 
 pytestmark = pytest.mark.timeout(180)
 script = here.parent/'examples/slurm/train.py'
@@ -23,10 +23,7 @@ def ends(out, size, source):
 
 def failures(*procs, secs=40):
     "What `procs` say, each of which must end in an error within `secs`"
-    try: outs = [p.communicate(timeout=secs)[0] for p in procs]
-    finally:
-        for p in procs:
-            if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
+    outs = printed(*procs, timeout=secs)
     assert all(p.returncode for p in procs), outs
     return outs
 
