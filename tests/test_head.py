@@ -159,6 +159,7 @@ def test_what_accelerate_answers(n):
         opt.step()
         acc.wait_for_everyone()
         acc.save_state('state')
+        acc.wait_for_everyone()
         w = acc.unwrap_model(m).weight.detach().clone()
         with torch.no_grad(): acc.unwrap_model(m).bias.add_(1)
         acc.load_state('state')
