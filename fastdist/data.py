@@ -13,13 +13,14 @@ __all__ = ['DistributedDL', 'StepDL', 'EvalDL']
 
 # %% ../nbs/04_data.ipynb #41158b0b
 import copy,random,torch,numpy as np
+from itertools import chain
 from torch.utils.data import BatchSampler,DistributedSampler,IterableDataset
 from torch.utils.data import DataLoader as TorchLoader
 from accelerate.data_loader import IterableDatasetShard
 from fastcore.all import *
 from fastai.torch_core import to_detach,to_device
 from fastai.data.load import DataLoader,_FakeLoader,SkipItemException
-from fastai.data.core import TfmdDL
+from fastai.data.core import Pipeline,TfmdDL
 from fastai.learner import _ConstantFunc
 from .world import *
 from .randomness import *
@@ -184,9 +185,21 @@ def create_batches(self:DistributedDL, samps):
 @patch
 def _chunks(self:DistributedDL, samps):
     for idxs in chunked(samps, self.bs):
-        b = [o for o in map(self.order.do_item, idxs) if o is not None]
+        b = [o for o in map(self.order.do_item if self._transforms() else self._as_is, idxs) if o is not None]
         if not b: raise ValueError(f'rank {self.rank} skipped all samples of a batch: {idxs}. HINT: leave them out of the data set')
         yield b
+
+# %% ../nbs/04_data.ipynb #5606c128
+@patch
+def _transforms(self:DistributedDL):
+    o = self.order
+    own = 'do_item' not in vars(o) and type(o).do_item is DataLoader.do_item
+    return not own or type(o.after_item) is not Pipeline or len(o.after_item.fs)>0
+
+@patch
+def _as_is(self:DistributedDL, i):
+    try: return self.order.create_item(i)
+    except SkipItemException: return None
 
 # %% ../nbs/04_data.ipynb #733fe2dc
 @patch
@@ -194,7 +207,7 @@ def sample(self:DistributedDL):
     "The part of the order that falls to this data worker"
     idxs,bs,g = self._DataLoader__idxs,self.bs or 1,(self.bs or 1)*self.world_size
     if not self.indexed or self.n is None: return (b for i,b in enumerate(idxs) if i//(bs if self.indexed else g)%self.num_workers==self.offs)
-    return (o for k in range(self.offs*bs, len(idxs), self.num_workers*bs) for o in listed(idxs[k:k+bs]))
+    return chain.from_iterable(listed(idxs[k:k+bs]) for k in range(self.offs*bs, len(idxs), self.num_workers*bs))
 
 @patch
 def _stream(self:DistributedDL, samps):

@@ -18,7 +18,7 @@ NaN come out alike on all ranks."""
 __all__ = ['is_summed', 'has_normaliser', 'normaliser', 'is_opaque', 'how_reduced', 'Carrier', 'carried', 'global_losses']
 
 # %% ../nbs/05a_loss.ipynb #957e854e
-import torch
+import torch,numpy as np
 from functools import partial as Partial
 from torch import nn
 from torch.nn import functional as F
@@ -54,7 +54,7 @@ def normaliser(
     opts = _class_options(loss_func)
     if opts is None or not isinstance(y, torch.Tensor) or y.is_floating_point(): return
     weight,ignored = opts
-    if weight is None and y.device.type=='cpu': return int((y.numpy()!=ignored).sum())
+    if weight is None and y.device.type=='cpu': return int(np.count_nonzero(y.numpy()!=ignored))
     real = y!=ignored
     res = real.sum() if weight is None else (weight.to(y.device)[torch.where(real, y, 0).long()]*real).sum()
     return res.item() if y.device.type=='cpu' else res

@@ -67,7 +67,7 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(_job=None, _events=None, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
+        self.__dict__.update(_job=None, _events=None, _plain=False, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
 
     def __call__(self, event_name):
         if not self._job or self._events.alone: return
@@ -92,6 +92,7 @@ def _lend(self:DistributedTrainer):
     if w.size==1 and not self.options and asked_precision(os.environ)=='no' and asked_steps(os.environ)==1 and not dynamo: return
     self._job,self._events = Job(self.learn, w, dict(self.options), self.patience),Events(self.learn, w.rank)
     self.accelerator.adopt(self._job.member, self._job.live.acc)
+    self._plain = all(getattr(type(self.learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__'))
     if self._job.live.accumulate>1: self._job.help(AccumulateSteps(lambda: self._window))
     super(DistributedTrainer, self)._lend()
 
@@ -181,6 +182,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     run = super(DistributedTrainer, self)._on_with_events
     if self._events.alone: return self._aside(f, event_type, ex, final)
     if self.size==1: return run(f, event_type, ex, final)
+    if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
     with self._job.together(self._where), own_random(self._job.world.rank), self._all_stats(), self._whole_again():
@@ -188,6 +190,17 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
         self._events.vote = self._vote
         try: return run(f, event_type, ex, final)
         finally: self._job.line.armed = False # before anything that puts back begins; a call would come too late
+
+# %% ../nbs/09_trainer.ipynb #afd54dd1
+@patch
+def _in_batch(self:DistributedTrainer, f, event_type, ex, final):
+    "As fastai's `Learner._with_events`"
+    try:
+        self._on_call_one('before_'+event_type)
+        self._agreed(f)
+    except ex: self._on_call_one('after_cancel_'+event_type)
+    self._on_call_one('after_'+event_type)
+    final()
 
 # %% ../nbs/09_trainer.ipynb #cf88aa73
 @patch

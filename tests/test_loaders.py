@@ -3,7 +3,9 @@ import matplotlib,pytest
 matplotlib.use('agg')
 from fastcore.test import test_eq
 from fastai.basics import *
+from fastai.data.load import SkipItemException
 from fastdist import DistributedDL
+from fastdist.data import StepDL
 import learners
 
 @pytest.mark.parametrize('name', 'vision tabular collab language_model text_classifier'.split())
@@ -28,3 +30,24 @@ def test_test_dl_of_a_share():
     dls.loaders[1] = DistributedDL(dls.valid, 1, 2)
     test = dls.test_dl(imgs, num_workers=0)
     test_eq((type(test), test.n, sum(len(b[0]) for b in test)), (DistributedDL, 8, 4))
+
+class OwnItem(TfmdDL):
+    def do_item(self, s): return 2*super().do_item(s)
+
+class OwnCreate(TfmdDL):
+    def create_item(self, s): return super().create_item(s)+100
+
+class Skipping:
+    def __len__(self): return 12
+    def __getitem__(self, i):
+        if i%3==0: raise SkipItemException()
+        return i
+
+def bare(cls=TfmdDL, items=range(12), **kw): return cls(items, bs=3, **kw)
+
+@pytest.mark.parametrize('dl,seen', [(bare(), range(12)), (bare(OwnItem), range(0,24,2)), (bare(OwnCreate), range(100,112)), (bare(after_item=lambda o: o+1), range(1,13)),
+    (bare(create_item=lambda s: s+5), range(5,17)), (bare(items=Skipping()), [1,2,4,5,7,8,10,11])])
+def test_items_are_made_as_the_loader_makes_them(dl, seen):
+    for workers in (0,1):
+        dl.fake_l.num_workers = workers
+        test_eq(sorted(torch.cat([b for r in range(2) for b in StepDL(dl, r, 2)]).tolist()), list(seen))

@@ -156,6 +156,40 @@ def hooked(rank):
     assert len(outs)>steps and set(outs)=={nn.Sequential} and learn.model[1] is bn and type(bn) is nn.BatchNorm1d
     return set(learn.looks),learn.model[1].running_mean
 
+class Listens(Callback):
+    def __call__(self, event_name): self.learn.told.append(event_name)
+
+class OwnCall(Learner):
+    def __call__(self, event_name):
+        self.called += 1
+        super().__call__(event_name)
+
+class OwnEvents(Learner):
+    def _with_events(self, f, event_type, *args, **kwargs):
+        self.called += 1
+        super()._with_events(f, event_type, *args, **kwargs)
+
+class Rush(Callback):
+    "Leaves out what it can"
+    decides = True
+    def before_backward(self): self.leave(0, CancelBackwardException)
+    def before_step(self): self.leave(1, CancelStepException)
+    def before_batch(self): self.leave(2, CancelBatchException)
+    def leave(self, k, ex):
+        if self.training and self.iter==k: raise ex()
+
+def told(rank, size, cls):
+    learn = digits(n=96, bs=16//size)
+    learn.__class__,learn.told,learn.called = cls,[],0
+    run(learn, cbs=[Listens(),Rush()])
+    return learn.told,learn.called
+
+@pytest.mark.parametrize('cls', [Learner,OwnCall,OwnEvents])
+def test_events_are_those_of_one_process(cls):
+    one = told(0, 1, cls)
+    test_eq((one[1]>0, 'after_cancel_step' in one[0]), (cls is not Learner, True))
+    test_eq(on_ranks(lambda rank: told(rank, 2, cls), join=False), [one]*2)
+
 def test_callbacks_and_hooks_see_the_bare_model():
     (a,x),(b,y) = on_ranks(hooked, join=False)
     test_eq(a|b, {(nn.Sequential,False)})
