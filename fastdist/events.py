@@ -25,6 +25,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import ShortEpochCallback
+from .lifeline import *
 from .comm import *
 from .randomness import *
 from .borrow import *
@@ -37,9 +38,9 @@ for o in cancels: o.__module__ = 'fastai.basics' # where they are found, so that
 def vote(
     e:Exception=None # One of `cancels`, if this rank raised one
 )->type: # The strongest that any rank raised, `None` where nobody did
-    "What all ranks decide: one collective"
-    mine = max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0)
-    res = int(all_reduce(torch.tensor([mine]), 'max'))
+    "What all ranks decide, over their lifeline"
+    mine,line = max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0),lifeline()
+    res = line.agree(mine) if line else mine
     return cancels[res-1] if res else None
 
 # %% ../nbs/08b_events.ipynb #8d183791

@@ -15,7 +15,7 @@ so that a collective in which the main thread waits ends, and interrupts the mai
 __all__ = ['awaited', 'Line', 'Lifeline', 'is_broken', 'lifeline']
 
 # %% ../nbs/01a_lifeline.ipynb #25981950
-import hmac,json,math,os,secrets,selectors,signal,socket,sys,threading,time,traceback
+import hmac,json,math,os,secrets,selectors,signal,socket,struct,sys,threading,time,traceback
 from contextlib import contextmanager,suppress
 from datetime import timedelta
 from weakref import WeakSet
@@ -70,7 +70,7 @@ class Lifeline:
         tick:float=1. # Seconds after which the thread looks around, with or without news
     ):
         self.world,self.tick,self.rank = world,tick,world.rank
-        self.lines,self.left,self.here = {},set(),dict.fromkeys(range(world.size), 0)
+        self.lines,self.booths,self.left,self.here = {},{},set(),dict.fromkeys(range(world.size), 0)
         self.news,self.met,self.turn,self.trouble,self.heard_of = threading.Condition(),0,0,None,None
         self.armed,self.amid,self.failed,self.closed,self.thread,self.main = False,None,False,False,None,False
         self.ident,self.server,self.sel = threading.get_ident(),None,selectors.DefaultSelector()
@@ -89,7 +89,7 @@ def open(self:Lifeline,
     store = PrefixStore('lifeline', job_store(self.world))
     key = f"hub{store.add(f'rank{self.rank}', 1)}"
     try:
-        if self.rank: self._connect(*json.loads(awaited(store, key, timeout=timeout)))
+        if self.rank: self._connect(*json.loads(awaited(store, key, timeout=timeout)), timeout)
         else: store.set(key, json.dumps(self._listen()))
         self._start()
         self.meet(timeout)
@@ -107,12 +107,21 @@ def _listen(self:Lifeline):
 
 # %% ../nbs/01a_lifeline.ipynb #005b96f5
 @patch
-def _connect(self:Lifeline, host, port, secret):
+def _connect(self:Lifeline, host, port, secret, timeout):
+    booth = self.booths[0] = self._dial(host, port, secret=secret, votes=True)
+    booth.sock.settimeout(timeout)
+    if not booth.sock.recv(1): raise ConnectionError('rank 0 hung up')
+    booth.sock.settimeout(1)
+    line = self.lines[0] = self._dial(host, port, secret=secret)
+    self.sel.register(line.sock, selectors.EVENT_READ, line)
+
+@patch
+def _dial(self:Lifeline, host, port, **greeting):
     line = Line(socket.create_connection((host, port), timeout=60))
     line.sock.settimeout(None)
-    line.rank,self.lines[0] = 0,line
-    line.send(rank=self.rank, secret=secret)
-    self.sel.register(line.sock, selectors.EVENT_READ, line)
+    line.rank = 0
+    line.send(rank=self.rank, **greeting)
+    return line
 
 @patch
 def _start(self:Lifeline):
@@ -152,8 +161,19 @@ def _hear(self:Lifeline, line):
 def _greet(self:Lifeline, line, msg):
     "Is it one of ours?"
     if not msg or not hmac.compare_digest(str(msg.get('secret')), self.secret): return False
-    line.rank,self.lines[msg['rank']] = msg['rank'],line
+    line.rank = msg['rank']
+    if msg.get('votes'): self._seat(line)
+    else: self.lines[line.rank] = line
     return True
+
+# %% ../nbs/01a_lifeline.ipynb #3c856daa
+@patch
+def _seat(self:Lifeline, line):
+    "From now on it is the main thread that listens to `line`"
+    self.sel.unregister(line.sock)
+    line.sock.settimeout(1)
+    self.booths[line.rank] = line
+    with suppress(OSError): line.sock.sendall(b'.')
 
 # %% ../nbs/01a_lifeline.ipynb #938a75b5
 @patch
@@ -312,6 +332,41 @@ def _on_all(self:Lifeline, rank, n):
         self.met = n
         self.news.notify_all()
 
+# %% ../nbs/01a_lifeline.ipynb #dfefdbd8
+@patch
+def agree(self:Lifeline,
+    n:int # 0 to 255
+)->int: # The same on all ranks
+    "The largest `n` of all ranks"
+    try:
+        if self.rank: self._cast(self.booths[0], n)
+        res = max(map(self._ballot, self.booths.values()))
+        if self.rank: return res
+        res = max(res, n)
+        for o in self.booths.values(): self._cast(o, res)
+    except OSError as e: raise RuntimeError(f'Connection closed by peer: {e}') from None
+    return res
+
+@patch
+def _cast(self:Lifeline, booth, n): booth.sock.sendall(struct.pack('!IB', self.turn, n))
+
+# %% ../nbs/01a_lifeline.ipynb #cebfdd3f
+@patch
+def _ballot(self:Lifeline, booth):
+    "What comes over `booth` in this turn"
+    while True:
+        while len(booth.rest)<5: self._receive(booth)
+        (turn,n),booth.rest = struct.unpack('!IB', booth.rest[:5]),booth.rest[5:]
+        if turn==self.turn: return n
+
+@patch
+def _receive(self:Lifeline, booth):
+    self.check()
+    with suppress(TimeoutError):
+        data = booth.sock.recv(64)
+        if not data: raise ConnectionError(f'rank {booth.rank} is gone')
+        booth.rest += data
+
 # %% ../nbs/01a_lifeline.ipynb #bb780443
 @patch
 def renew(self:Lifeline):
@@ -343,6 +398,7 @@ def _drop(self:Lifeline):
     _live.discard(self)
     for o in [self.server, *(k.fileobj for k in list(self.sel.get_map().values()))] if self.sel.get_map() is not None else []:
         if o is not None: o.close()
+    for o in self.booths.values(): o.sock.close()
     self.wake.close()
     self.sel.close()
 

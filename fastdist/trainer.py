@@ -195,11 +195,12 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
 @patch
 def _in_batch(self:DistributedTrainer, f, event_type, ex, final):
     "As fastai's `Learner._with_events`"
+    call = self.learn._call_one
     try:
-        self._on_call_one('before_'+event_type)
+        call('before_'+event_type)
         self._agreed(f)
-    except ex: self._on_call_one('after_cancel_'+event_type)
-    self._on_call_one('after_'+event_type)
+    except ex: call('after_cancel_'+event_type)
+    call('after_'+event_type)
     final()
 
 # %% ../nbs/09_trainer.ipynb #cf88aa73
