@@ -24,41 +24,41 @@ def end_with_parent():
         os._exit(1)
     Thread(target=watch, daemon=True).start()
 
-def bind(i):
-    "Give process `i` a core of its own, as `srun --cpu-bind=cores` does; else it is chance whether two ranks meet on one"
+def bind(rank):
+    "Give `rank` a core of its own, as `srun --cpu-bind=cores` does; else it is chance whether two ranks meet on one"
     if not hasattr(os, 'sched_setaffinity'): return
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[i%len(cores)]})
+    os.sched_setaffinity(0, {cores[rank%len(cores)]})
 
-def serve(conn, name, i, args):
+def serve(conn, name, rank, size):
     "Make class `name` and send what it returns for each request, until this process is killed"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     warnings.filterwarnings('ignore')
-    bind(i)
+    bind(rank)
     torch.set_num_threads(1)
     try:
-        with open(os.devnull, 'w') as quiet, redirect_stdout(quiet): answer_all(conn, name, args)
+        with open(os.devnull, 'w') as quiet, redirect_stdout(quiet): answer_all(conn, name, rank, size)
     except ModuleNotFoundError as e: conn.send(('missing', e.name))
     except Exception: conn.send(('failed', traceback.format_exc()))
 
-def answer_all(conn, name, args):
+def answer_all(conn, name, rank, size):
     mod,cls = name.split('.')
-    obj = getattr(importlib.import_module(mod), cls)(*args)
+    obj = getattr(importlib.import_module(mod), cls)(rank, size)
     conn.send(('ready', None))
     while True: conn.send(('done', obj(*conn.recv())))
 
 class Job:
-    "`size` processes with one thread, each of which makes class `name` of a module here and waits for requests: ranks, or `apart`, each for itself"
-    def __init__(self, name, size, apart=False, env=None):
-        self.name,self.size,self.apart,self.env,self.conns,self.procs = name,size,apart,env or {},[],[]
-        self.store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False) if size>1 and not apart else None
-        for i in range(size): self._start(i, *((0, 1) if apart else (i, size)))
+    "`size` processes with one thread, each of which makes class `name` of a module here and waits for requests"
+    def __init__(self, name, size, env=None):
+        self.name,self.size,self.env,self.conns,self.procs = name,size,env or {},[],[]
+        self.store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False) if size>1 else None
+        for rank in range(size): self._start(rank)
 
-    def _start(self, i, rank, size):
+    def _start(self, rank):
         here,there = spawn.Pipe()
-        p = spawn.Process(target=serve, args=(there, self.name, i, (rank, size)), daemon=True)
-        env = rank_env(rank, size, self.store and self.store.port) | dict(OMP_NUM_THREADS='1') | self.env
+        p = spawn.Process(target=serve, args=(there, self.name, rank, self.size), daemon=True)
+        env = rank_env(rank, self.size, self.store and self.store.port) | dict(OMP_NUM_THREADS='1') | self.env
         with modified_env(*[k for k in launcher_vars if k in os.environ], **env): p.start()
         there.close()
         self.conns.append(here)
@@ -91,7 +91,7 @@ class Job:
 
 @contextmanager
 def open_jobs(specs, env=None):
-    "Key -> `Job`, for `specs` of key -> `(name, size)` or `(name, size, apart)`, with `env` in the environment; none of their processes is left, whatever happens"
+    "Key -> `Job`, for `specs` of key -> `(name, size)`, with `env` in the environment; none of their processes is left, whatever happens"
     jobs = {}
     old = signal.signal(signal.SIGTERM, lambda *_: sys.exit('terminated'))
     try:

@@ -9,7 +9,7 @@ alone = dict(DDP='loops.Loop', Accelerate='loops.AccelerateLoop', Lightning='lit
 together = dict(DDP='loops.Loop', Accelerate='loops.AccelerateLoop', Lightning='lit.Lightning') | {
     'fastai.distributed':'fast.FastaiDistributed', 'fastdist':'fast.Fastdist', 'fastdist, voting':'fast.FastdistVoting',
     'fastdist, sync_bn':'fast.FastdistSyncBN'}
-specs = {(k,1):(v,1) for k,v in alone.items()} | {(k,'apart'):(v,2,True) for k,v in alone.items()} | {(k,2):(v,2) for k,v in together.items()}
+specs = {(k,1):(v,1) for k,v in alone.items()} | {(k,2):(v,2) for k,v in together.items()}
 # Memory that is freed stays with the process, or page faults decide by chance which one is fast; and a quiet profiler
 env = dict(MALLOC_MMAP_THRESHOLD_='1000000000', MALLOC_TRIM_THRESHOLD_='2000000000', KINETO_LOG_LEVEL='99')
 epochs = 4 # The first warms up, the last has no next one to end it
@@ -28,20 +28,20 @@ def takes(peer, work):
     "Does `peer` run `work`? One without batch norm tells nothing new of `sync_bn`"
     return work=='cnn' or 'sync_bn' not in peer
 
-def timed(job, work):
+def timed(job, work, exchange):
     "Timings of one fit on all ranks of `job`, each the slowest rank's"
     steps = works[work].steps
-    res,sums = zip(*job.ask('time', work, steps, steps, epochs))
-    if len(set(sums))>1 and not job.apart: raise RuntimeError(f'{job.name}: the weights differ between ranks')
+    res,sums = zip(*job.ask('time', work, steps, steps, epochs, exchange))
+    if len(set(sums))>1 and exchange: raise RuntimeError(f'{job.name}: the weights differ between ranks')
     return {k:max(o[k] for o in res) for k in res[0]}
 
 def run_rounds(jobs, rounds):
-    "For each job and workload the timings of each round; each round in an order of its own"
-    runs = {(k,work):[] for work in works for k in jobs if takes(k[0], work)}
+    "For each job and workload the timings of each round, those of two ranks without exchange as well; each round in an order of its own"
+    runs = {(k,work,exchange):[] for work in works for k in jobs if takes(k[0], work) for exchange in (True,False)[:k[1]]}
     for i in range(rounds):
         todo = list(runs)
         random.Random(i).shuffle(todo)
-        for k,work in todo: runs[k,work].append(timed(jobs[k], work))
+        for k,work,exchange in todo: runs[k,work,exchange].append(timed(jobs[k], work, exchange))
         print(f'round {i+1} of {rounds}', flush=True)
     return runs
 
@@ -55,33 +55,32 @@ def collectives(job, work):
     both = count(n, n, 2)-valid
     return dict(train_step=step, train_epoch=epoch-n*step, valid_step=valid_step, valid_epoch=both-epoch-n*valid_step)
 
-def measured(runs, key, work, n):
+def measured(runs, key, work, exchange, n):
     "Milliseconds in each round, by name; nothing where `key` has not run"
-    if (key,work) not in runs: return {}
-    return {f'{what}_{n}':[o[what]*1e3 for o in runs[key,work]] for what in ('train','valid','epoch')}
+    return {f'{what}_{n}':[o[what]*1e3 for o in runs[key,work,exchange]] for what in ('train','valid','epoch')} if (key,work,exchange) in runs else {}
 
 def summary(runs, counts, peer, work):
     "One row: medians over rounds, what each round measured, and collectives"
     base = peer if peer in alone else 'fastai'
-    rounds = measured(runs, (base,1), work, 'one') | measured(runs, (base,'apart'), work, 'apart') | measured(runs, (peer,2), work, 'two')
+    rounds = measured(runs, (base,1), work, True, 'one') | measured(runs, (peer,2), work, False, 'own') | measured(runs, (peer,2), work, True, 'two')
     res = dict(work=work, peer=peer, baseline=base, steps=works[work].steps, bs=works[work].bs, collectives=counts.get((peer,work)))
     res |= {k:median(v) for k,v in rounds.items()}
-    less = lambda n: res['train_two']-res[f'train_{n}'] if 'train_two' in res else None
-    return res | dict(added=less('one'), exchange=less('apart'), rounds=rounds)
+    more = lambda n: res[f'train_{n}']-res['train_one'] if f'train_{n}' in res else None
+    return res | dict(own=more('own'), added=more('two'), rounds=rounds)
 
 def ratio(a, b): return a/b if a and b else None
 
 def compare(row, rows):
     "Add to `row` what it is relative to the DDP loop's, and to fastai's in one process"
     ddp,fastai = [first(o for o in rows if (o['work'],o['peer'])==(row['work'],k)) for k in ('DDP','fastai')]
-    row |= {f'{k}_x':ratio(row.get(k), ddp[k]) for k in ('added','exchange','train_two','valid_two','epoch_two')}
+    row |= {f'{k}_x':ratio(row.get(k), ddp[k]) for k in ('added','train_two','valid_two','epoch_two')}
     row['valid_fastai_x'] = ratio(row.get('valid_two'), fastai['valid_one']) if row['baseline']=='fastai' else None
 
 def show_times(work, rows):
-    keys = 'train_one train_apart train_two added added_x exchange exchange_x valid_one valid_apart valid_two valid_two_x valid_fastai_x epoch_two epoch_two_x'.split()
-    heads = ['', 'train 1', '1+1', '2', 'added', '/DDP', 'exchange', '/DDP', 'valid 1', '1+1', '2', '/DDP', '/fastai', 'epoch 2', '/DDP']
+    keys = 'train_one own train_two added added_x valid_one valid_two valid_two_x valid_fastai_x epoch_two epoch_two_x'.split()
+    heads = ['', 'train 1', 'own', 'train 2', 'added', '/DDP', 'valid 1', 'valid 2', '/DDP', '/fastai', 'epoch 2', '/DDP']
     w = works[work]
-    title = f'{work}, milliseconds in 1 process, in 2 that do not know of each other, and on 2 ranks, batches of {w.bs} a rank, epochs of {w.steps} steps and {w.steps} of validation'
+    title = f'{work}, milliseconds in 1 process and on 2 ranks, batches of {w.bs} a rank, epochs of {w.steps} steps and {w.steps} of validation'
     show_table(title, heads, [[o['peer']]+[o.get(k) for k in keys] for o in rows])
 
 def show_collectives(work, rows):

@@ -1,11 +1,15 @@
 "What is trained, and what a fit tells of its time and its collectives"
 import gc,torch
 from collections import namedtuple
+from contextlib import contextmanager,nullcontext
 from functools import lru_cache
 from itertools import groupby
 from statistics import median
 from time import perf_counter
+from unittest.mock import patch
 from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity,profile
 
 Work = namedtuple('Work', 'model shape bs steps')
@@ -31,6 +35,21 @@ def timings(marks, train, valid):
     starts = [p[0] for p in phases[2::2]]
     return dict(train=step(phases[2::2]), valid=step(phases[3::2]), epoch=median(b-a for a,b in zip(starts, starts[1:])))
 
+def keep(state, bucket):
+    "A bucket of gradients as it is"
+    res = Future()
+    res.set_result(bucket.buffer())
+    return res
+
+@contextmanager
+def no_exchange():
+    "Inside, ranks keep their own gradients, as after an exchange that takes no time: what is left is the framework's own work"
+    init = DistributedDataParallel.__init__
+    def wrap(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.register_comm_hook(None, keep)
+    with patch.object(DistributedDataParallel, '__init__', wrap): yield
+
 class Peer:
     "Base of what is compared: `fit` trains a model for some epochs of `train` steps a rank, each followed by `valid` steps of validation, if any"
     lr = 1e-2
@@ -43,11 +62,11 @@ class Peer:
         model = w.model()
         return getattr(self, what)(model, w, *args)
 
-    def time(self, model, w, train, valid, epochs):
+    def time(self, model, w, train, valid, epochs, exchange):
         "Timings, and a number that tells whether the weights are the same on all ranks"
         marks = []
         model.register_forward_pre_hook(lambda m,_: marks.append((perf_counter(), m.training)))
-        self.fit(model, w, train, valid, epochs)
+        with nullcontext() if exchange else no_exchange(): self.fit(model, w, train, valid, epochs)
         return timings(marks, train, valid), sum(p.abs().sum().item() for p in model.parameters())
 
     def count(self, model, w, *args):
