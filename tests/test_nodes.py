@@ -16,7 +16,7 @@ def ends(out, size, source):
     "Check that `out` tells of a job of two nodes, whose ranks stand where they should and have the same weights, which have learnt something"
     assert f'fastdist: {size} ranks on 2 nodes, cpu over gloo, from {source};' in out, out[-3000:]
     n = size//2
-    said = sorted(re.findall(rf'rank (\d) of {size} \(local (\d) of {n} on node (\d) of 2, [^)]*\) on cpu over gloo, from {source}: weights (\w+)', out))
+    said = sorted(re.findall(rf'rank (\d) of {size} \(local (\d) of {n} on node (\d) of 2, [^)]*\) on cpu over gloo, from {source}: weights ([0-9a-f]{{8}})', out))
     assert [tuple(map(int, o[:3])) for o in said]==[(i,i%n,i//n) for i in range(size)], out[-3000:]
     assert float(re.search(r'accuracy: ([\d.]+)', out)[1])>.85
     assert len({o[3] for o in said})==1 and out.count('accuracy: ')==1
