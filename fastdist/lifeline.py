@@ -339,13 +339,13 @@ def agree(self:Lifeline,
 )->int: # The same on all ranks
     "The largest `n` of all ranks"
     try:
-        if self.rank: self._cast(self.booths[0], n)
-        res = max(map(self._ballot, self.booths.values()))
-        if self.rank: return res
-        res = max(res, n)
+        if self.rank:
+            self._cast(self.booths[0], n)
+            return self._ballot(self.booths[0])
+        res = max(n, *map(self._ballot, self.booths.values()))
         for o in self.booths.values(): self._cast(o, res)
+        return res
     except OSError as e: raise RuntimeError(f'Connection closed by peer: {e}') from None
-    return res
 
 @patch
 def _cast(self:Lifeline, booth, n): booth.sock.sendall(struct.pack('!IB', self.turn, n))
