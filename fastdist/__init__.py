@@ -2,12 +2,14 @@
 
 - `fastdist.accelerator`: Hugging Face Accelerate, told where this process stands
 - `fastdist.accumulate`: Several batches, one step of the optimizer, one exchange
+- `fastdist.alike`: What all ranks must have alike when a fit begins, compared in one exchange
 - `fastdist.borrow`: What a Learner lends to a job of several ranks, and gets back
 - `fastdist.check`: Does all of this work on your machine? A report of one screen, and an exit code
 - `fastdist.comm`: Collectives over nested structures, and who goes first
 - `fastdist.data`: A data loader's share for each rank
 - `fastdist.desync`: Do all ranks still train the same model?
 - `fastdist.events`: Callbacks decide; all ranks do what one decides
+- `fastdist.exchanges`: Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
 - `fastdist.head`: The same object in the head, before there are ranks, and in each rank
 - `fastdist.home`: What training on ranks has changed comes back to the object in the head
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang

@@ -155,9 +155,9 @@ class Job:
             raise
 
     def _join(self, how, patience):
-        wait = how['timeout'].total_seconds() if how.get('timeout') else 1800.
+        patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
         self.own_line = self.world.size>1 and lifeline() is None
-        if self.world.size>1: self.line = lifeline() or WatchedLifeline(self.world, patience or wait).open(wait)
+        if self.world.size>1: self.line = lifeline() or WatchedLifeline(self.world, patience).open(max(10, patience))
         self.member.join(**how)
         if self.own_line: self.line.arm()
 
@@ -189,14 +189,15 @@ class Job:
 @patch
 @contextmanager
 def together(self:Job,
-    where:callable # Says in words where the main thread stands
+    where:callable, # Says in words where the main thread stands
+    pos:callable=None # Its place in the training loop, a tuple that grows
 ):
     "Inside, what goes wrong on one rank is raised on all; a group that broke before is made anew"
     line = self.line
     if line.failed or line.trouble: self._renew()
     line.arm()
     try:
-        with line.watch(where): yield
+        with line.watch(where, pos): yield
     except BaseException as e: self.blame(e)
     line.arm()
 

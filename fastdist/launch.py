@@ -49,9 +49,9 @@ os.register_at_fork(before=release_threads, after_in_child=gc.freeze)
 
 # %% ../nbs/01_launch.ipynb #b261d53e
 class RankError(RuntimeError):
-    "What went wrong on another rank, with that rank's number and traceback"
+    "What went wrong on another rank, with that rank's number and traceback; `rank` is `None` where no single rank is to blame"
     def __init__(self, rank, msg):
-        super().__init__(f'rank {rank} failed:\n{msg}')
+        super().__init__(msg if rank is None else f'rank {rank} failed:\n{msg}')
         self.rank,self.msg = rank,msg
 
     def __reduce__(self): return type(self),(self.rank,self.msg)

@@ -88,7 +88,7 @@ def blamed(
 @delegates(HFAccelerator, but=fastai_has_own)
 def to_distributed(self:Learner,
     sync_bn=True, # Let batch norm count the samples of all ranks?
-    patience=None, # Seconds without progress after which a rank counts as stuck; the process group's timeout by default
+    patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
@@ -105,7 +105,7 @@ def detach_distributed(self:Learner)->Learner: # Itself
 def distrib_ctx(self:Learner,
     sync_bn=True, # Let batch norm count the samples of all ranks?
     in_notebook=False, # Accepted for fastai's sake; launchers are told apart by themselves
-    patience=None, # Seconds without progress after which a rank counts as stuck; the process group's timeout by default
+    patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
     **kwargs
 ):
     "The Learner, training on all ranks of the job inside the context"

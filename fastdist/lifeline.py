@@ -15,7 +15,7 @@ so that a collective in which the main thread waits ends, and interrupts the mai
 __all__ = ['awaited', 'Line', 'Lifeline', 'is_broken', 'lifeline']
 
 # %% ../nbs/01a_lifeline.ipynb #25981950
-import hmac,json,math,os,secrets,selectors,signal,socket,struct,sys,threading,time,traceback
+import hmac,json,math,os,secrets,selectors,signal,socket,struct,sys,threading,time,traceback,zlib
 from contextlib import contextmanager,suppress
 from datetime import timedelta
 from weakref import WeakSet
@@ -23,6 +23,7 @@ from fastcore.all import *
 from torch.distributed import PrefixStore
 from .world import *
 from .launch import *
+from .exchanges import *
 
 # %% ../nbs/01a_lifeline.ipynb #c8774ee8
 def awaited(
@@ -37,6 +38,7 @@ def awaited(
         try:
             store.wait([key], timedelta(seconds=1))
             return store.get(key)
+        except RankError: raise # by the handler of a signal, in the midst of the wait
         except RuntimeError: store.check([key]) # not yet there, which each kind of store says in its own way; one that is gone raises here too
         check()
     raise TimeoutError(f'{key} was not set within {timeout} seconds')
@@ -65,6 +67,7 @@ _live = WeakSet()
 
 class Lifeline:
     "This rank's line to all others"
+    patience = 600.
     def __init__(self,
         world:World, # This process's world
         tick:float=1. # Seconds after which the thread looks around, with or without news
@@ -74,6 +77,7 @@ class Lifeline:
         self.news,self.met,self.turn,self.trouble,self.heard_of = threading.Condition(),0,0,None,None
         self.armed,self.amid,self.failed,self.closed,self.thread,self.main = False,None,False,False,None,False
         self.ident,self.server,self.sel = threading.get_ident(),None,selectors.DefaultSelector()
+        self.exchanges = Exchanges()
         self.wake,other = socket.socketpair()
         self.sel.register(other, selectors.EVENT_READ)
 
@@ -83,17 +87,18 @@ class Lifeline:
 # %% ../nbs/01a_lifeline.ipynb #f97df951
 @patch
 def open(self:Lifeline,
-    timeout:float=1800. # Seconds to wait for the others
+    timeout:float=600. # Seconds to wait for the others
 )->Lifeline: # Itself
     "Connect to all ranks, and wait until all are there"
     store = PrefixStore('lifeline', job_store(self.world))
     key = f"hub{store.add(f'rank{self.rank}', 1)}"
     try:
-        if self.rank: self._connect(*json.loads(awaited(store, key, timeout=timeout)), timeout)
+        if self.rank: self._connect(*json.loads(awaited(store, key, Wait(timeout).for_rank0(self.rank))), timeout)
         else: store.set(key, json.dumps(self._listen()))
         self._start()
         self.meet(timeout)
-    except BaseException:
+    except BaseException as e:
+        if isinstance(e, TimeoutError): self.failed_here(e)
         self.close()
         raise
     return self
@@ -178,7 +183,7 @@ def _seat(self:Lifeline, line):
 # %% ../nbs/01a_lifeline.ipynb #938a75b5
 @patch
 def _pass_on(self:Lifeline, msg, line):
-    for r,o in list(self.lines.items()) if self.rank==0 and msg['kind'] not in ('here','ping') else []:
+    for r,o in list(self.lines.items()) if self.rank==0 and msg['kind'] not in ('here','ping','stands') else []:
         if o is not line: o.send(**msg)
     getattr(self, '_on_'+msg.pop('kind'))(**msg)
 
@@ -296,27 +301,26 @@ def is_broken(e:BaseException)->bool:
 # %% ../nbs/01a_lifeline.ipynb #781a770b
 @patch
 def meet(self:Lifeline,
-    timeout:float=1800. # Seconds
+    timeout:float=None # Seconds; `patience` by default, and at least 10
 ):
-    "Wait until all ranks are here; an error where one of them will not come"
-    n = self.here[self.rank]+1
-    end = time.monotonic()+timeout
+    "Wait until all ranks are here; raise an error where one of them will not come"
+    n,wait = self.here[self.rank]+1,Wait(ifnone(timeout, max(10, self.patience)))
     if self.rank==0: self._on_here(0, n)
     else:
         self.here[self.rank] = n
         for o in self.lines.values(): o.send(kind='here', rank=self.rank, n=n)
     with self.news:
-        while self.met<n: self._wait_for_all(end)
+        while self.met<n: self._wait_for_all(wait)
 
 @patch
-def _wait_for_all(self:Lifeline, end):
+def _wait_for_all(self:Lifeline, wait):
     self.check()
     if self.left and not self.heard_of: raise RankError(min(self.left), f'it left while this rank, {self.rank}, waited for it')
-    if time.monotonic()>end: raise TimeoutError(f'rank {self.rank} waited in vain for {self._missing()}')
+    wait(f'rank {self.rank} in {wait.place}', f'{self._missing()} to come there')
     self.news.wait(0.2)
 
 @patch
-def _missing(self:Lifeline): return f'ranks {[r for r,n in self.here.items() if n<self.here[0]]}' if self.rank==0 else 'the others'
+def _missing(self:Lifeline): return numbered([r for r,n in self.here.items() if n<self.here[0]]) if self.rank==0 else 'the others'
 
 # %% ../nbs/01a_lifeline.ipynb #06ee02c0
 @patch
@@ -333,31 +337,53 @@ def _on_all(self:Lifeline, rank, n):
         self.news.notify_all()
 
 # %% ../nbs/01a_lifeline.ipynb #dfefdbd8
+_vote = struct.Struct('!IIB') # turn, topic, opinion
+
 @patch
 def agree(self:Lifeline,
-    n:int # 0 to 255
+    n:int, # 0 to 255
+    name:str='a vote', # What is voted on; ranks that vote on something else are not counted, and `Exchanges` tells of it
+    kind:str='exchange', # As for `Exchanges.begin`
+    announce:callable=noop # Called when the vote is open
 )->int: # The same on all ranks
     "The largest `n` of all ranks"
+    topic = zlib.crc32(name.encode())
+    with self.exchanges.of(name, kind):
+        announce()
+        return self._count(n, topic)
+
+# %% ../nbs/01a_lifeline.ipynb #66e12771
+@patch
+@contextmanager
+def exchange(self:Lifeline, name, kind):
+    "Count what happens inside as one exchange, which begins when all ranks have come to it: a collective that meets another one may abort the process"
+    with self.exchanges.of(name, kind):
+        if kind=='exchange': self._count(0, zlib.crc32(name.encode()))
+        yield
+
+# %% ../nbs/01a_lifeline.ipynb #ec8e191f
+@patch
+def _count(self:Lifeline, n, topic):
     try:
         if self.rank:
-            self._cast(self.booths[0], n)
-            return self._ballot(self.booths[0])
-        res = max(n, *map(self._ballot, self.booths.values()))
-        for o in self.booths.values(): self._cast(o, res)
+            self._cast(self.booths[0], n, topic)
+            return self._ballot(self.booths[0], topic)
+        res = max(n, *[self._ballot(o, topic) for o in self.booths.values()])
+        for o in self.booths.values(): self._cast(o, res, topic)
         return res
     except OSError as e: raise RuntimeError(f'Connection closed by peer: {e}') from None
 
 @patch
-def _cast(self:Lifeline, booth, n): booth.sock.sendall(struct.pack('!IB', self.turn, n))
+def _cast(self:Lifeline, booth, n, topic): booth.sock.sendall(_vote.pack(self.turn, topic, n))
 
 # %% ../nbs/01a_lifeline.ipynb #cebfdd3f
 @patch
-def _ballot(self:Lifeline, booth):
-    "What comes over `booth` in this turn"
+def _ballot(self:Lifeline, booth, topic):
+    "What comes over `booth` in this turn, on `topic`"
     while True:
-        while len(booth.rest)<5: self._receive(booth)
-        (turn,n),booth.rest = struct.unpack('!IB', booth.rest[:5]),booth.rest[5:]
-        if turn==self.turn: return n
+        while len(booth.rest)<_vote.size: self._receive(booth)
+        (turn,about,n),booth.rest = _vote.unpack(booth.rest[:_vote.size]),booth.rest[_vote.size:]
+        if (turn,about)==(self.turn,topic): return n
 
 @patch
 def _receive(self:Lifeline, booth):
@@ -374,9 +400,9 @@ def renew(self:Lifeline):
     with self.news:
         self.turn += 1
         if self.heard_of and self.heard_of[1]<self.turn: self.trouble = self.heard_of = None
-        self.failed = False
+        self.failed,self.exchanges.n = False,0
     self.arm()
-    self.meet()
+    with self.exchanges.of('the first meeting after an error'): self.meet()
 
 # %% ../nbs/01a_lifeline.ipynb #51a53735
 @patch

@@ -70,14 +70,15 @@ def write_whole(
 def _in_job(learn): return any(cb.size>1 for cb in learn._grab_cbs(DistributedTrainer))
 
 def _rank0_puts(learn, file, put, where):
-    "Let rank 0 `put` into the file that `where` finds; in a job of several ranks the others wait for it"
-    if _in_job(learn): rank0_alone(lambda: write_whole(put, where()), name=file if isinstance(file, (str,Path)) else type(file).__name__)
-    elif not rank_distrib(): write_whole(put, where())
+    "Let rank 0 `put` into the file that `where` finds for `file`; in a job of several ranks the others wait for it, and go on with rank 0's name of the file"
+    named,name,write = isinstance(file, (str,Path)),file,lambda: write_whole(put, where(file))
+    if _in_job(learn): _,name = rank0_named(write, str(file) if named else type(file).__name__)
+    elif not rank_distrib(): write()
+    return name if named else file
 
 def _to_model_dir(learn, file, put):
-    where = partial(join_path_file, file, learn.path/learn.model_dir, ext='.pth')
-    _rank0_puts(learn, file, put, where)
-    return where()
+    where = lambda file: join_path_file(file, learn.path/learn.model_dir, ext='.pth')
+    return where(_rank0_puts(learn, file, put, where))
 
 # %% ../nbs/11a_saving.ipynb #03ff0f4f
 @patch
@@ -115,12 +116,16 @@ def any_names(
     with model.register_load_state_dict_pre_hook(_unwrap_names) if has_hooks else nullcontext(): yield model
 
 # %% ../nbs/11a_saving.ipynb #992d8af0
+def _known_as(file):
+    "The name under which rank 0 wrote what this rank calls `file`"
+    return lifeline().renamed.get(str(file), file) if lifeline() and isinstance(file, (str,Path)) else file
+
 def _reads(f):
     "The method `f`, which loads weights, without a barrier in a job"
     @wraps(f)
     def _inner(self, *args, **kwargs):
         if not any(cb.accelerator for cb in self._grab_cbs(DistributedTrainer)): distrib_barrier()
-        with any_names(get_model(self.model)): return without_barrier(f, self, *args, **kwargs)
+        with any_names(get_model(self.model)): return without_barrier(f, self, *map(_known_as, args), **{k:_known_as(v) for k,v in kwargs.items()})
     return _inner
 
 def _barrier_outside_jobs():
@@ -172,4 +177,4 @@ def export(self:Learner, fname='export.pkl', pickle_module=cloudpickle, pickle_p
         with _to_export(self), catch_warnings():
             simplefilter('ignore')
             torch.save(self, f, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-    _rank0_puts(self, fname, put, lambda: self.path/fname)
+    _rank0_puts(self, fname, put, lambda fname: self.path/fname)

@@ -13,7 +13,7 @@ among them, and batch norm's statistics."""
 __all__ = ['DistributedTrainer']
 
 # %% ../nbs/09_trainer.ipynb #5741cbd2
-import math,os,torch
+import math,os,torch,traceback
 from warnings import warn
 from contextlib import contextmanager,nullcontext
 from copy import deepcopy
@@ -40,6 +40,7 @@ from .head import *
 from .borrow import *
 from .accumulate import *
 from .events import *
+from .alike import *
 
 # %% ../nbs/09_trainer.ipynb #97a04058
 _in_each_batch = 'before_batch','before_backward','after_batch'
@@ -56,7 +57,7 @@ class DistributedTrainer(WrapperCallback):
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
-        patience=None, # Seconds without progress after which a rank counts as stuck; the process group's timeout by default
+        patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
         **kwargs
     ):
         check_options(**kwargs)
@@ -118,7 +119,7 @@ def wrap(self:DistributedTrainer):
 def _prepare(self:DistributedTrainer):
     self._trainable = [p.requires_grad for p in self.learn.model.parameters()]
     unsync_bn(self._swaps)
-    self._through = self._job.live.prepare(self.learn.model)
+    with exchange('DistributedDataParallel, which is set up for the model'): self._through = self._job.live.prepare(self.learn.model)
     self._swaps = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else []
 
 # %% ../nbs/09_trainer.ipynb #2cebf081
@@ -185,8 +186,8 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
-    with self._job.together(self._where), own_random(self._job.world.rank), self._all_stats(), self._whole_again():
-        check_deciders(self.learn.cbs)
+    with self._job.together(self._where, self._events.position), own_random(self._job.world.rank), self._all_stats(), self._whole_again():
+        check_alike(learner_facts(self.learn, event_type))
         self._events.vote = self._vote
         try: return run(f, event_type, ex, final)
         finally: self._job.line.armed = False # before anything that puts back begins; a call would come too late
@@ -242,12 +243,12 @@ def _where(self:DistributedTrainer):
 # %% ../nbs/09_trainer.ipynb #bd1a04cf
 @patch
 def _agreed(self:DistributedTrainer, f):
-    "Only what all ranks agree on may cancel something"
+    "Call `f`; only what all ranks agree on may cancel something"
     try: f()
     except cancels as e:
-        if is_agreed(e): raise
-        raise RankError(self._job.world.rank, f'{type(e).__name__} was raised where ranks cannot agree on it. HINT: raise it in an event of a callback that was there '
-            'when the fit began, and has the attribute decides=True') from e
+        *_,last = traceback.walk_tb(e.__traceback__)
+        self._events.settle(e, f'{last[0].f_globals.get("__name__")}.{last[0].f_code.co_name}')
+        raise
 
 # %% ../nbs/09_trainer.ipynb #30627776
 @patch
@@ -261,8 +262,8 @@ def _on_call_one(self:DistributedTrainer, event_name):
     type(self.learn)._call_one(self.learn, event_name)
 
 @patch
-def _vote(self:DistributedTrainer, mine=None):
-    what = type(mine) if self._job.line.failed or not self._in_step() else vote(mine)
+def _vote(self:DistributedTrainer, mine=None, name='a vote'):
+    what = type(mine) if self._job.line.failed or not self._in_step() else vote(mine, name)
     if what in (None,type(None)): return
     res = mine if isinstance(mine, what) else what()
     res.agreed = True
@@ -294,7 +295,7 @@ def _without_batch(self:DistributedTrainer, ph):
 def _without(self:DistributedTrainer, event_name, ph):
     for cb,_,votes in self._events.of(event_name):
         if cb is self and event_name=='after_batch': self._catch_up(ph)
-        if votes: self._vote()
+        if votes: self._vote(None, f'a vote after {type(cb).__name__}.{event_name}')
 
 # %% ../nbs/09_trainer.ipynb #260e6383
 @patch
@@ -365,7 +366,7 @@ def _on_do_one_batch(self:DistributedTrainer):
     run = super(DistributedTrainer, self)._on_do_one_batch
     if not self._window or not self.learn.training or self._through is None: return run()
     self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
-    with nullcontext() if self.size==1 or self._exchanges() else self._through.no_sync(): run()
+    with nullcontext() if self.size==1 else self._job.line.exchanges.of('the training step', 'step') if self._exchanges() else self._through.no_sync(): run()
 
 @patch
 def _exchanges(self:DistributedTrainer): return self._window.ends or self._job.live.sync_each
@@ -462,7 +463,7 @@ def _on_backward(self:DistributedTrainer):
     learn,sent,carry,mean = self.learn,self._sent,self._job.live.carry,None
     if carry is not None: mean,carry.grad = carry.grad,None
     if not self._window.ends: return
-    if mean is None: mean = all_reduce(sent.sums.clone())/self.size
+    if mean is None: mean = all_reduce(sent.sums.clone(), kind='step')/self.size
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
     if self._loss_kind()[1]: self._divide(den/sent.scales)
     if not self._window: learn.loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)

@@ -61,7 +61,7 @@ def per_step(cb):
 
 def votes(rank, cb):
     learn,n = digits(n=320),Counter()
-    with mock.patch.object(Lifeline, 'agree', lambda self, o, agree=Lifeline.agree: n.update('v') or agree(self, o)): fit(learn, cbs=cb())
+    with mock.patch.object(Lifeline, 'agree', lambda self, *args, agree=Lifeline.agree: n.update('v') or agree(self, *args)): fit(learn, cbs=cb())
     return n['v'],len(learn.recorder.losses)
 
 @pytest.mark.parametrize('size,steps', [(2,8), (3,5), (4,4)])

@@ -1,0 +1,182 @@
+"Ranks that run different code, wait in different places or cancel on their own hear of it at once, wherever they stand"
+import time,pytest
+from fastai.basics import *
+from fastai.callback.all import *
+from fastdist import *
+from fastdist.lifeline import Lifeline
+from fastcore.test import test_eq,test_close
+from learners import digits
+
+def quiet(learn): return ContextManagers([learn.no_logging(), learn.no_bar()])
+
+def heard(f, *args, **kw):
+    "How `f` ended on this rank, what was said, and whether that took less than eight seconds"
+    start = time.monotonic()
+    try: f(*args, **kw)
+    except Exception as e: return type(e).__name__,str(e),time.monotonic()-start<8
+    return 'went on','',True
+
+def in_ctx(f, rank, **kw):
+    learn = digits(n=180, opt_func=SGD, **kw)
+    with quiet(learn), learn.distrib_ctx(): return heard(f, learn, rank)
+
+def on(n, f, **kw): return on_ranks(lambda rank: in_ctx(f, rank, **kw), n, join=False)
+
+def predicts(learn, rank):
+    if rank==0: learn.predict(torch.zeros(64))
+    learn.fit(1)
+
+class Nested(Callback):
+    def __init__(self, rank): self.on = rank==0
+    def after_batch(self):
+        if self.on and self.training and self.iter==2: self.learn.get_preds()
+
+def predicts_in_a_fit(learn, rank): learn.fit(1, cbs=Nested(rank))
+
+def fits_twice(learn, rank):
+    learn.fit(1)
+    if rank: learn.fit(1)
+    else: learn.validate()
+
+@pytest.mark.parametrize('size', [2,3])
+@pytest.mark.parametrize('f,said', [(predicts,"Ranks have different tasks: ['an evaluation', 'a fit'"), (predicts_in_a_fit,'rank 0 in'), (fits_twice,"different tasks: ['an evaluation', 'a fit'")])
+def test_ranks_that_stand_in_different_places(size, f, said):
+    for how,text,soon in on(size, f):
+        assert how in ('ValueError','RankError') and soon and said in text and 'HINT' in text and 'test_apart.py' in text
+
+def gather_late(learn, rank):
+    if rank: time.sleep(3)
+    learn.validate()
+
+def test_a_rank_that_is_late_is_waited_for(): test_eq([o[0] for o in on(2, gather_late)], ['went on']*2)
+
+def other(what):
+    def f(rank):
+        learn = digits(n=180, bs=16-8*rank if what=='batch size' else 16, opt_func=SGD if rank or what!='optimizers' else Adam)
+        if rank and what=='loss functions': learn.loss_func = MSELossFlat()
+        if rank and what=='metrics': learn.metrics = L(AvgMetric(error_rate))
+        if rank and what=='number of samples': learn.dls.train.dataset.pop()
+        if rank and what=='parameters': learn.model = nn.Sequential(nn.Linear(64,10))
+        with quiet(learn), learn.distrib_ctx(): return heard(learn.fit, 1+(rank and what=='numbers of epochs'))
+    return f
+
+@pytest.mark.parametrize('what', ['batch size','numbers of epochs','loss functions','metrics','number of samples','parameters','optimizers'])
+def test_what_ranks_must_have_alike(what):
+    for how,text,soon in on_ranks(other(what), join=False): assert (how,soon)==('ValueError',True) and what in text and text.startswith('Ranks have different')
+
+# Cancels that no code shows
+
+class Holds(Callback):
+    "Raises what it was given"
+    def __init__(self, what, event, ranks, at=2): self.what,self.event,self.ranks,self.at = what,event,ranks,at
+    def __call__(self, event_name):
+        if event_name==self.event and self.training and (self.epoch,self.iter)==(0,self.at) and this_world().rank in self.ranks: raise self.what
+
+def held(rank, what, event, ranks, bs):
+    set_seed(1)
+    learn = digits(n=180, bs=bs, opt_func=SGD)
+    with quiet(learn), learn.distrib_ctx(): res = heard(learn.fit, 2, 0.05, cbs=Holds(what('on purpose'), event, ranks))
+    return *res,len(learn.recorder.losses),[o.tolist() for o in learn.model.parameters()]
+
+spots = [(CancelBatchException,'before_batch'), (CancelBatchException,'after_loss'), (CancelEpochException,'after_batch'), (CancelFitException,'before_batch')]
+
+@pytest.mark.parametrize('size', [2,3])
+@pytest.mark.parametrize('what,event', spots)
+def test_a_cancel_that_all_ranks_raise_is_as_in_one_process(size, what, event):
+    alone = held(0, what, event, [0], 8*size)
+    for res in on_ranks(lambda rank: held(rank, what, event, range(size), 8), size, join=False):
+        test_eq(res[:4], alone[:4])
+        for a,b in zip(res[4], alone[4]): test_close(torch.tensor(a), torch.tensor(b), 1e-5)
+
+@pytest.mark.parametrize('size', [2,3])
+@pytest.mark.parametrize('what,event', spots)
+def test_a_hidden_cancel_of_one_rank_is_named(size, what, event):
+    for how,text,soon,*_ in on_ranks(lambda rank: held(rank, what, event, [size-1], 8), size, join=False):
+        assert (how,soon)==('RankError',True) and f'rank {size-1} failed' in text and f'{what.__name__} raised in Holds.{event}' in text
+
+class InModel(nn.Module):
+    "Cancels in the forward pass"
+    def __init__(self, model, ranks):
+        super().__init__()
+        self.model,self.ranks,self.n = model,ranks,0
+    def forward(self, x):
+        self.n += self.training
+        if self.training and self.n==3 and this_world().rank in self.ranks: raise CancelBatchException()
+        return self.model(x)
+
+def cancels_in_model(rank, ranks):
+    learn = digits(n=180, opt_func=SGD)
+    learn.model = InModel(learn.model, ranks)
+    with quiet(learn), learn.distrib_ctx(): return heard(learn.fit, 1)
+
+def test_a_cancel_in_the_forward_pass():
+    test_eq([o[0] for o in on_ranks(lambda rank: cancels_in_model(rank, [0,1]), join=False)], ['went on']*2)
+    for how,text,soon in on_ranks(lambda rank: cancels_in_model(rank, [1]), join=False):
+        assert (how,soon)==('RankError',True) and 'CancelBatchException raised in' in text and 'forward' in text
+
+class InValidation(Callback):
+    "Cancels in a validation whose other ranks exchange nothing for long"
+    def __init__(self, what, ranks): self.what,self.ranks = what,ranks
+    def after_pred(self):
+        if not self.training:
+            time.sleep(.3)
+            if self.iter==1 and this_world().rank in self.ranks: self.fail()
+    def fail(self): raise self.what
+
+def test_a_cancel_in_a_validation():
+    f = lambda ranks: lambda learn, rank: learn.validate(cbs=InValidation(CancelValidException(), ranks))
+    test_eq([o[0] for o in on(2, f([0,1]), bs=1)], ['went on']*2)
+    for how,text,soon in on(2, f([1]), bs=1): assert (how,soon)==('RankError',True) and 'rank 1 failed' in text and 'InValidation.after_pred' in text
+
+# Waiting for rank 0
+
+class Full(Callback):
+    "A logger of rank 0 that finds the disk full"
+    rank0_only = True
+    def after_epoch(self): raise OSError(28, 'No space left on device')
+
+class Saves(Callback):
+    order = Full.order-1
+    def __init__(self, file): self.file = file
+    def after_epoch(self): self.learn.save(self.file)
+
+def test_rank_0_fails_while_the_others_wait_for_its_file(tmp_path):
+    def f(learn, rank):
+        learn.path = tmp_path
+        learn.fit(1, cbs=[Full()] + ([Saves('x')] if rank else []))
+    (a,*_),*others = on(3, f)
+    test_eq(a, 'OSError')
+    for how,text,soon in others: assert (how,soon)==('RankError',True) and 'No space left' in text
+
+def test_rank_0_does_not_come():
+    def f(learn, rank):
+        if rank: rank0_first(str)
+        else: learn.fit(1)
+    (_,said,_),(how,text,soon) = on(2, f)
+    assert 'rank 1' in said and how=='RankError' and soon and 'rank0_first' in text and 'a fit' not in text and 'HINT' in text
+
+def names(rank, path):
+    learn = digits(n=90)
+    learn.path = path
+    with quiet(learn), learn.distrib_ctx():
+        res = learn.save(f'model_{rank}').name
+        if rank==0: learn.save('mine')
+        learn.save('all')
+        learn.fit(1, cbs=SaveModelCallback(fname=f'best_{rank}'))
+        return res,(path/'models/all.pth').exists()
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('size', [2,3])
+def test_names_that_differ_by_rank(size, tmp_path):
+    test_eq(on_ranks(lambda rank: names(rank, tmp_path), size, join=False), [('model_0.pth',True)]*size)
+    test_eq(sorted(o.name for o in (tmp_path/'models').ls()), ['all.pth','best_0.pth','mine.pth','model_0.pth'])
+
+# Entering
+
+def test_a_rank_that_never_enters_is_named():
+    def f(rank):
+        if rank==2: return
+        return heard(Lifeline(this_world()).open, 1)
+    *res,_ = on_ranks(f, 3, join=False)
+    for how,text,soon in res: assert soon and how in ('TimeoutError','RankError') and 'HINT: every rank has to come there' in text
+    assert any('for rank 2 to come there' in o[1] for o in res)
