@@ -663,6 +663,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/trainer.py'),
                                   'fastdist.trainer.DistributedTrainer._startup': ( 'trainer.html#distributedtrainer._startup',
                                                                                     'fastdist/trainer.py'),
+                                  'fastdist.trainer.DistributedTrainer._step_scope': ( 'trainer.html#distributedtrainer._step_scope',
+                                                                                       'fastdist/trainer.py'),
                                   'fastdist.trainer.DistributedTrainer._to_the_end': ( 'trainer.html#distributedtrainer._to_the_end',
                                                                                        'fastdist/trainer.py'),
                                   'fastdist.trainer.DistributedTrainer._vote': ( 'trainer.html#distributedtrainer._vote',

@@ -364,9 +364,14 @@ def _report(self:DistributedTrainer, ph): "Let `fastdist.report` put together wh
 @patch
 def _on_do_one_batch(self:DistributedTrainer):
     run = super(DistributedTrainer, self)._on_do_one_batch
-    if not self._window or not self.learn.training or self._through is None: return run()
-    self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
-    with nullcontext() if self.size==1 else self._job.line.exchanges.of('the training step', 'step') if self._exchanges() else self._through.no_sync(): run()
+    if not self.learn.training or self._through is None: return run()
+    if self._window: self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
+    with self._step_scope(): run()
+
+@patch
+def _step_scope(self:DistributedTrainer):
+    if self.size==1: return nullcontext()
+    return self._job.line.exchanges.of('the training step', 'step') if self._exchanges() else self._through.no_sync()
 
 @patch
 def _exchanges(self:DistributedTrainer): return self._window.ends or self._job.live.sync_each
