@@ -172,7 +172,7 @@ def _notice(self:WatchedLifeline, now):
     self._ask()
     rest = [in_words(r, o) for r,o in recent.items() if r not in waits]
     r,o = first(waits.items())
-    sys.stderr.write('\n'.join([f'fastdist: {numbered(list(waits))} have waited {o["secs"]:.0f} s:', in_words(r, o), *rest])+'\n')
+    sys.stderr.write('\n'.join([f'fastdist: {numbered(list(waits))} {"have" if len(waits)>1 else "has"} waited {o["secs"]:.0f} s:', in_words(r, o), *rest])+'\n')
     self.notice = 2*o['secs']
 
 # %% ../nbs/01b_watch.ipynb #cad9fa60
