@@ -15,14 +15,16 @@ so that a collective in which the main thread waits ends, and interrupts the mai
 __all__ = ['awaited', 'Line', 'Lifeline', 'is_broken', 'lifeline']
 
 # %% ../nbs/01a_lifeline.ipynb #25981950
-import hmac,json,math,os,secrets,selectors,signal,socket,struct,sys,threading,time,traceback
+import inspect,json,math,os,selectors,signal,socket,struct,sys,threading,time,traceback
 from contextlib import contextmanager,suppress
+from ctypes import CDLL,create_string_buffer
 from datetime import timedelta
 from weakref import WeakSet
 from fastcore.all import *
 from torch.distributed import PrefixStore
 from .world import *
 from .launch import *
+from .listen import *
 
 # %% ../nbs/01a_lifeline.ipynb #c8774ee8
 def awaited(
@@ -42,10 +44,19 @@ def awaited(
     raise TimeoutError(f'{key} was not set within {timeout} seconds')
 
 # %% ../nbs/01a_lifeline.ipynb #442c99d3
+_longest = 1<<20
+
+def _message(raw):
+    "The message in `raw`; `ValueError` where there is none"
+    with suppress(ValueError, RecursionError):
+        msg = json.loads(raw)
+        if isinstance(msg, dict) and isinstance(msg.get('kind'), str): return msg
+    raise ValueError(f'{raw[:60]!r}, which is no message')
+
 class Line:
     "A socket over which each line is a JSON object"
-    def __init__(self, sock):
-        self.sock,self.rest,self.lock,self.rank = sock,b'',threading.Lock(),None
+    def __init__(self, sock, rank):
+        self.sock,self.rest,self.lock,self.rank = sock,b'',threading.Lock(),rank
         for k,v in dict(SO_KEEPALIVE=1, TCP_KEEPIDLE=2, TCP_KEEPINTVL=1, TCP_KEEPCNT=3, TCP_NODELAY=1).items():
             with suppress(OSError, AttributeError): sock.setsockopt(socket.SOL_SOCKET if k[0]=='S' else socket.IPPROTO_TCP, getattr(socket, k), v)
 
@@ -53,12 +64,13 @@ class Line:
         with self.lock, suppress(OSError): self.sock.sendall(json.dumps(msg).encode()+b'\n')
 
     def read(self):
-        "What has come, `None` where nothing ever will"
+        "What has come, `None` where nothing ever will; `ValueError` for what is no message"
         try: data = self.sock.recv(1<<16)
         except OSError: data = b''
         if not data: return
         *lines,self.rest = (self.rest+data).split(b'\n')
-        with suppress(ValueError): return [json.loads(o) for o in lines]
+        if len(self.rest)>_longest: raise ValueError(f'more than {_longest:,} bytes without an end')
+        return [_message(o) for o in lines]
 
 # %% ../nbs/01a_lifeline.ipynb #5558b790
 _live = WeakSet()
@@ -76,6 +88,7 @@ class Lifeline:
         self.ident,self.server,self.sel = threading.get_ident(),None,selectors.DefaultSelector()
         self.wake,other = socket.socketpair()
         self.sel.register(other, selectors.EVENT_READ)
+        self.handlers = []
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -100,34 +113,28 @@ def open(self:Lifeline,
 
 @patch
 def _listen(self:Lifeline):
-    one = self.world.num_nodes==1
-    self.server,self.secret = socket.create_server(('127.0.0.1' if one else '', 0)),secrets.token_hex()
+    self.server = Listener(self.world)
     self.sel.register(self.server, selectors.EVENT_READ)
-    return '127.0.0.1' if one else self.world.master_addr,self.server.getsockname()[1],self.secret
+    return self.server.hosts,self.server.port,self.server.secret.hex()
 
 # %% ../nbs/01a_lifeline.ipynb #005b96f5
 @patch
-def _connect(self:Lifeline, host, port, secret, timeout):
-    booth = self.booths[0] = self._dial(host, port, secret=secret, votes=True)
-    booth.sock.settimeout(timeout)
-    if not booth.sock.recv(1): raise ConnectionError('rank 0 hung up')
-    booth.sock.settimeout(1)
-    line = self.lines[0] = self._dial(host, port, secret=secret)
-    self.sel.register(line.sock, selectors.EVENT_READ, line)
+def _connect(self:Lifeline, hosts, port, secret, timeout):
+    for kind in ('votes','news'): self._seat(Line(dial(hosts, port, bytes.fromhex(secret), self.rank, kind, min(timeout, 60)), 0), kind)
 
 @patch
-def _dial(self:Lifeline, host, port, **greeting):
-    line = Line(socket.create_connection((host, port), timeout=60))
-    line.sock.settimeout(None)
-    line.rank = 0
-    line.send(rank=self.rank, **greeting)
-    return line
+def _seat(self:Lifeline, line, kind):
+    "The thread listens to the line for news, the main thread to the one for votes"
+    line.sock.settimeout(1 if kind=='votes' else None)
+    if kind=='votes': self.booths[line.rank] = line
+    else: self.lines[line.rank] = line
+    if kind=='news': self.sel.register(line.sock, selectors.EVENT_READ, line)
 
 @patch
 def _start(self:Lifeline):
     _live.add(self)
     self.main = threading.current_thread() is threading.main_thread()
-    if self.main: self.old = signal.signal(signal.SIGURG, self._interrupt)
+    self._take_signal()
     self.thread = threading.Thread(target=self._run, daemon=True, name='fastdist lifeline')
     self.thread.start()
 
@@ -135,45 +142,58 @@ def _start(self:Lifeline):
 @patch
 def _run(self:Lifeline):
     "The thread: hear what comes, look after the main thread"
-    while not self.closed:
-        for key,_ in self.sel.select(0.1 if self.heard_of else self.tick):
-            if key.fileobj is self.server: self._accept()
-            elif key.data: self._hear(key.data)
-        if not self.closed: self._look(time.monotonic())
+    try:
+        while not self.closed: self._serve()
+    except BaseException as e:
+        if not self.closed: self._give_up(e)
+
+@patch
+def _serve(self:Lifeline):
+    for key,_ in self.sel.select(0.1 if self.heard_of else self.tick):
+        if key.data: self._hear(key.data)
+    if self.server: self._admit()
+    if not self.closed: self._look(time.monotonic())
 
 @patch
 def _look(self:Lifeline, now):
     if self.heard_of: self._interfere(now)
 
+# %% ../nbs/01a_lifeline.ipynb #8599c25f
+@patch
+def _give_up(self:Lifeline, e):
+    "Let `e`, raised in the thread, be an error on all ranks"
+    text = f'its control thread failed:\n{"".join(traceback.format_exception(e))}'
+    sys.stderr.write(f'fastdist: rank {self.rank}: {text}')
+    self._fail(RankError(self.rank, text), math.inf)
+    for o in list(self.lines.values()): o.send(kind='error', rank=self.rank, text=text, turn=math.inf)
+    while not self.closed:
+        self._interfere(time.monotonic())
+        time.sleep(0.1)
+
 # %% ../nbs/01a_lifeline.ipynb #ce659f4e
 @patch
-def _accept(self:Lifeline):
-    line = Line(self.server.accept()[0])
-    self.sel.register(line.sock, selectors.EVENT_READ, line)
+def _admit(self:Lifeline):
+    "Let those in who are ranks, and close the door behind the last"
+    for sock,rank,kind in self.server.poll(): self._seat(Line(sock, rank), kind)
+    if not self.server.complete: return
+    self.sel.unregister(self.server)
+    self.server.close()
+    self.server = None
 
 @patch
 def _hear(self:Lifeline, line):
-    for msg in ifnone(line.read(), [None]):
-        if line.rank is None and not self._greet(line, msg) or msg is None: return self._ended(line)
-        if 'kind' in msg: self._pass_on(msg, line)
+    try: msgs = [self._checked(o) for o in ifnone(line.read(), [None])]
+    except ValueError as e: return self._ended(line, f'it sent {e}. HINT: all ranks need the same version of fastdist')
+    for o in msgs: self._pass_on(o, line) if o else self._ended(line)
 
 @patch
-def _greet(self:Lifeline, line, msg):
-    "Is it one of ours?"
-    if not msg or not hmac.compare_digest(str(msg.get('secret')), self.secret): return False
-    line.rank = msg['rank']
-    if msg.get('votes'): self._seat(line)
-    else: self.lines[line.rank] = line
-    return True
-
-# %% ../nbs/01a_lifeline.ipynb #3c856daa
-@patch
-def _seat(self:Lifeline, line):
-    "From now on it is the main thread that listens to `line`"
-    self.sel.unregister(line.sock)
-    line.sock.settimeout(1)
-    self.booths[line.rank] = line
-    with suppress(OSError): line.sock.sendall(b'.')
+def _checked(self:Lifeline, msg):
+    "`msg`, where this version of fastdist knows what to do with it"
+    if msg is None: return
+    answer = getattr(self, '_on_'+msg['kind'], None)
+    with suppress(TypeError):
+        if answer and inspect.signature(answer).bind(**{k:v for k,v in msg.items() if k!='kind'}): return msg
+    raise ValueError(f'the message {str(msg)[:60]}, which is unknown here')
 
 # %% ../nbs/01a_lifeline.ipynb #938a75b5
 @patch
@@ -183,13 +203,12 @@ def _pass_on(self:Lifeline, msg, line):
     getattr(self, '_on_'+msg.pop('kind'))(**msg)
 
 @patch
-def _ended(self:Lifeline, line):
+def _ended(self:Lifeline, line, why='it ended without a word: it was killed, ran out of memory, or its machine failed'):
     self.sel.unregister(line.sock)
     line.sock.close()
     if self.lines.get(line.rank) is not line: return
     del self.lines[line.rank]
-    if line.rank not in self.left: self.tell('error', rank=line.rank, turn=math.inf,
-        text='it ended without a word: it was killed, ran out of memory, or its machine failed')
+    if line.rank not in self.left: self.tell('error', rank=line.rank, turn=math.inf, text=why)
 
 # %% ../nbs/01a_lifeline.ipynb #22814bcd
 @patch
@@ -235,10 +254,12 @@ def _interfere(self:Lifeline, now):
 @patch
 def arm(self:Lifeline):
     "From here on the main thread may be interrupted"
+    self._take_signal()
     self.amid,self.armed = id(sys.exc_info()[1]),True
 
 @patch
 def _interrupt(self:Lifeline, signum, frame):
+    if not (self.trouble and self.armed): return self._pass_signal(signum, frame)
     e = sys.exc_info()[1]
     if self.armed and (e is None or id(e)==self.amid): self.check()
 
@@ -257,6 +278,37 @@ def shield(self:Lifeline):
     armed,self.armed = self.armed,False
     try: yield
     finally: self.armed = armed and not self.trouble
+
+# %% ../nbs/01a_lifeline.ipynb #976ec485
+def _action(new=None):
+    "The C library's action for `SIGURG`, which becomes `new` where that is given"
+    old = create_string_buffer(512) # larger than a `struct sigaction` anywhere
+    CDLL(None).sigaction(signal.SIGURG, new, old)
+    return old
+
+@patch
+def _take_signal(self:Lifeline):
+    "Handle `SIGURG`, on top of who does so far"
+    if not self.main or self.closed or signal.getsignal(signal.SIGURG)==self._interrupt: return
+    action = _action()
+    self.handlers.append((signal.signal(signal.SIGURG, self._interrupt),action))
+
+# %% ../nbs/01a_lifeline.ipynb #835dbc6e
+@patch
+def _pass_signal(self:Lifeline, signum, frame):
+    "Call the handler below, where there is one in Python"
+    if not self.handlers: return
+    top = self.handlers.pop()
+    try: callable(top[0]) and top[0](signum, frame)
+    finally: self.handlers.append(top)
+
+@patch
+def _give_signal_back(self:Lifeline):
+    "Put back the handler below, unless somebody has installed another one on top"
+    if not self.main or not self.handlers: return
+    handler,action = self.handlers[-1]
+    if signal.getsignal(signal.SIGURG)==self._interrupt: signal.signal(signal.SIGURG, handler or signal.SIG_DFL), _action(action)
+    del self.handlers[1:]
 
 # %% ../nbs/01a_lifeline.ipynb #9868585d
 @patch
@@ -389,7 +441,7 @@ def close(self:Lifeline):
     self.wake.send(b'.')
     if self.thread:
         self.thread.join()
-        if self.main: signal.signal(signal.SIGURG, self.old)
+        self._give_signal_back()
     self._drop()
 
 @patch
