@@ -305,10 +305,10 @@ def _pass_signal(self:Lifeline, signum, frame):
 @patch
 def _give_signal_back(self:Lifeline):
     "Put back the handler below, unless somebody has installed another one on top"
-    if not self.main or not self.handlers: return
-    handler,action = self.handlers[-1]
-    if signal.getsignal(signal.SIGURG)==self._interrupt: signal.signal(signal.SIGURG, handler or signal.SIG_DFL), _action(action)
-    del self.handlers[1:]
+    if not self.main or signal.getsignal(signal.SIGURG)!=self._interrupt: return
+    handler,action = self.handlers.pop()
+    signal.signal(signal.SIGURG, handler or signal.SIG_DFL)
+    _action(action)
 
 # %% ../nbs/01a_lifeline.ipynb #9868585d
 @patch
