@@ -135,10 +135,12 @@ def elsewhere(connect, at, **kw):
 # Ranks that do not speak as ranks
 
 class Says(Callback):
-    "Rank 1 sends `data` over its line in the second epoch"
+    "Rank 1 sends `data` over its line in the second epoch, and then does not move"
     def __init__(self, data): self.data = data
     def before_batch(self):
-        if this_world().rank==1 and (self.epoch,self.iter)==(1,3): lifeline().lines[0].sock.sendall(self.data)
+        if this_world().rank!=1 or (self.epoch,self.iter)!=(1,3): return
+        lifeline().lines[0].sock.sendall(self.data)
+        time.sleep(30)
 
 def error_of(rank, cb, secs=15):
     "The error that a fit with `cb` ends in"
@@ -150,8 +152,7 @@ def error_of(rank, cb, secs=15):
 @pytest.mark.parametrize('data', [b'123\n', b'['*60_000+b'\n', b'{"kind":"so"}\n', b'{"kind":"bye"}\n', b'x'*(2<<20)], ids=['number','deep','unknown','fields','endless'])
 def test_what_a_rank_says_wrong_names_it(data):
     res = on_ranks(partial(error_of, cb=Says(data)), 3, join=False)
-    for o in (res[0],res[2]):
-        assert o[0]==1 and 'it sent' in o[1] and 'HINT' in o[1], o
+    for o in (res[0],res[2]): assert o[0]==1 and 'it sent' in o[1] and 'HINT' in o[1], o
     assert res[1] is not None
 
 # The thread fails
@@ -167,8 +168,7 @@ class ClosesAll(Callback):
 @pytest.mark.parametrize('bad', [0,1])
 def test_a_thread_that_fails_is_an_error_on_all(bad, capfd):
     res = on_ranks(partial(error_of, cb=ClosesAll(bad)), 3, join=False)
-    for o in res:
-        assert o[0]==bad and 'its control thread failed' in o[1] and 'Bad file descriptor' in o[1] and o[2], o
+    for o in res: assert o[0]==bad and 'its control thread failed' in o[1] and 'Bad file descriptor' in o[1] and o[2], o
     assert f'fastdist: rank {bad}: its control thread failed' in capfd.readouterr().err
 
 # SIGURG
