@@ -110,8 +110,9 @@ def searched(size, nw, times, stop):
             rows += [*map(list, learn.recorder.values), [float(o) for o in learn.recorder.losses], learn.recorder.lrs]
     return [p.tolist() for p in learn.model.parameters()],rows,random.random()
 
-@pytest.mark.parametrize('size,nw,times', [(2,dict(),1), (2,dict(num_workers=0),2), (3,dict(num_workers=0),2)], ids=['workers',2,3])
-@pytest.mark.parametrize('stop', [dict(), dict(start_lr=1e-2, end_lr=1e4)], ids=['whole','diverges'])
+no_workers,diverges = dict(num_workers=0),dict(start_lr=1e-2, end_lr=1e4)
+
+@pytest.mark.parametrize('size,nw,times,stop', [(2,dict(),1,dict()), (2,no_workers,2,diverges), (3,no_workers,2,dict())], ids=['workers','diverges','three'])
 def test_a_later_fit_is_that_of_one_process(size, nw, times, stop):
     one,ranks = searched(1, nw, times, stop),on_ranks(lambda rank: searched(size, nw, times, stop), size, join=False)
     for o in ranks:

@@ -118,7 +118,7 @@ def test_one_wrong_bit_is_enough():
     door.close()
 
 def across_nodes(rank, addr):
-    with Lifeline(replace(this_world(), num_nodes=2, master_addr=addr)).open(20) as line: return line.agree(rank), len(line.lines)
+    with Lifeline(replace(this_world(), num_nodes=2, master_addr=addr)).open(20) as line: return line.agree(rank)
 
 @pytest.mark.parametrize('addr', ['127.0.0.7','localhost','::1','192.0.2.1'])
 def test_master_addresses(addr):
@@ -126,7 +126,7 @@ def test_master_addresses(addr):
     def f(rank):
         if addr=='192.0.2.1' and rank: socket.create_connection = partial(elsewhere, socket.create_connection)
         return across_nodes(rank, addr)
-    test_eq(on_ranks(f, join=False), [(1,1)]*2)
+    test_eq(on_ranks(f, join=False), [1,1])
 
 def elsewhere(connect, at, **kw):
     "The router, which passes on to rank 0"
@@ -149,7 +149,7 @@ def error_of(rank, cb, secs=15):
         with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(): learn.fit(200, 0.01)
     except Exception as e: return getattr(e, 'rank', None),str(e),time.monotonic()-start<secs
 
-@pytest.mark.parametrize('data', [b'123\n', b'['*60_000+b'\n', b'{"kind":"so"}\n', b'{"kind":"bye"}\n', b'x'*(2<<20)], ids=['number','deep','unknown','fields','endless'])
+@pytest.mark.parametrize('data', [b'['*60_000+b'\n', b'{"kind":"bye"}\n', b'x'*(2<<20)], ids=['deep','fields','endless'])
 def test_what_a_rank_says_wrong_names_it(data):
     res = on_ranks(partial(error_of, cb=Says(data)), 3, join=False)
     for o in (res[0],res[2]): assert o[0]==1 and 'it sent' in o[1] and 'HINT' in o[1], o
