@@ -360,6 +360,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastdist.lifeline.Lifeline._interrupt': ('lifeline.html#lifeline._interrupt', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._listen': ('lifeline.html#lifeline._listen', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._look': ('lifeline.html#lifeline._look', 'fastdist/lifeline.py'),
+                                   'fastdist.lifeline.Lifeline._may_handle': ('lifeline.html#lifeline._may_handle', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._missing': ('lifeline.html#lifeline._missing', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._on_all': ('lifeline.html#lifeline._on_all', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._on_bye': ('lifeline.html#lifeline._on_bye', 'fastdist/lifeline.py'),

@@ -163,11 +163,11 @@ def _look(self:Lifeline, now):
 def _give_up(self:Lifeline, e):
     "Let `e`, raised in the thread, be an error on all ranks"
     text = f'its control thread failed:\n{"".join(traceback.format_exception(e))}'
-    sys.stderr.write(f'fastdist: rank {self.rank}: {text}')
     self._fail(RankError(self.rank, text), math.inf)
     for o in list(self.lines.values()): o.send(kind='error', rank=self.rank, text=text, turn=math.inf)
+    with suppress(Exception): sys.stderr.write(f'fastdist: rank {self.rank}: {text}')
     while not self.closed:
-        self._interfere(time.monotonic())
+        with suppress(Exception): self._interfere(time.monotonic())
         time.sleep(0.1)
 
 # %% ../nbs/01a_lifeline.ipynb #ce659f4e
@@ -287,9 +287,12 @@ def _action(new=None):
     return old
 
 @patch
+def _may_handle(self:Lifeline): return self.main and threading.current_thread() is threading.main_thread()
+
+@patch
 def _take_signal(self:Lifeline):
     "Handle `SIGURG`, on top of who does so far"
-    if not self.main or self.closed or signal.getsignal(signal.SIGURG)==self._interrupt: return
+    if not self._may_handle() or self.closed or signal.getsignal(signal.SIGURG)==self._interrupt: return
     action = _action()
     self.handlers.append((signal.signal(signal.SIGURG, self._interrupt),action))
 
@@ -305,7 +308,7 @@ def _pass_signal(self:Lifeline, signum, frame):
 @patch
 def _give_signal_back(self:Lifeline):
     "Put back the handler below, unless somebody has installed another one on top"
-    if not self.main or signal.getsignal(signal.SIGURG)!=self._interrupt: return
+    if not self._may_handle() or signal.getsignal(signal.SIGURG)!=self._interrupt: return
     handler,action = self.handlers.pop()
     signal.signal(signal.SIGURG, handler or signal.SIG_DFL)
     _action(action)

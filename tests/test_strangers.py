@@ -214,6 +214,17 @@ def test_an_error_comes_in_spite_of_a_users_handler():
             except Exception as e: return type(e).__name__
     test_eq(on_ranks(f, join=False, timeout=20), ['RankError','ZeroDivisionError'])
 
+def test_a_fit_in_another_thread():
+    "Only the main thread may install handlers"
+    def f(rank):
+        learn,done = digits(n=60, bs=8, path='.'),[]
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx():
+            t = threading.Thread(target=lambda: learn.fit(1) or done.append(1))
+            t.start()
+            t.join()
+        return done
+    test_eq(on_ranks(f, join=False), [[1],[1]])
+
 class Fails(Callback):
     def before_batch(self): 1/0 if this_world().rank else time.sleep(30)
 
