@@ -15,6 +15,7 @@
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang
 - `fastdist.learner`: Contexts that let a Learner train on N ranks, or on several GPUs of one process, and give it back whole
 - `fastdist.lifeline`: What happens to one rank is known to all at once
+- `fastdist.listen`: Connections from ranks of this job, and from nobody else
 - `fastdist.loss`: What a rank's loss weighs in a step, and how all ranks learn the loss of all, for nothing
 - `fastdist.metrics`: Metrics, losses and predictions of all ranks, put together once
 - `fastdist.norm`: Batch norm over all ranks, on any device, lent to the user's own modules

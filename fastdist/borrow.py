@@ -106,22 +106,27 @@ def set_precision(
     autocast_options=None, # An `AutocastKwargs`
     scaler_options=None # A `GradScalerKwargs`
 ):
-    "Let `mp` compute and scale on `device`; fastai's own is for CUDA"
+    "Let `mp` compute and scale on `device`, with `autocast_options` and `scaler_options`, as it chose to; what fastai chooses is for CUDA"
     opts = lambda o: o.to_kwargs() if o else {}
-    dtype = dict(fp16=torch.float16, bf16=torch.bfloat16)[mp.amp_mode.value]
-    mp.autocast = torch.autocast(device.type, dtype=dtype, **opts(autocast_options))
-    scaler = mp.kwargs | dict(enabled=dtype==torch.float16) | opts(scaler_options)
-    mp.learn.scaler,mp.scales = GradScaler(device.type, **scaler),L()
+    cast,scaler = getattr(mp, 'autocast', None),getattr(mp.learn, 'scaler', None)
+    if isinstance(cast, torch.autocast) and (cast.device!=device.type or autocast_options):
+        mp.autocast = torch.autocast(device.type, dtype=cast.fast_dtype, **opts(autocast_options))
+    if type(scaler) is GradScaler and (scaler._device!=device.type or scaler_options):
+        mp.learn.scaler = GradScaler(device.type, **(mp.kwargs | opts(scaler_options)))
 
 class LaunchPrecision(MixedPrecision):
     "The precision that the launcher asks for, where the Learner has none of its own"
-    def __init__(self, mode, *how):
+    def __init__(self, mode, device, *options):
         super().__init__(mode)
-        self.how = how
+        self.device,self.options = device,options
 
     def before_fit(self):
         self.run = len(self.learn._grab_cbs(MixedPrecision))==1
-        if self.run: set_precision(self, *self.how)
+        if not self.run: return
+        self.kwargs['enabled'] = self.amp_mode.value=='fp16'
+        dtype = torch.float16 if self.kwargs['enabled'] else torch.bfloat16
+        self.autocast,self.learn.scaler,self.scales = torch.autocast(self.device.type, dtype=dtype),GradScaler(self.device.type, **self.kwargs),L()
+        set_precision(self, self.device, *self.options)
 
 # %% ../nbs/08_borrow.ipynb #13609108
 def place(

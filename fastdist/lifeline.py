@@ -15,15 +15,18 @@ so that a collective in which the main thread waits ends, and interrupts the mai
 __all__ = ['awaited', 'Line', 'Lifeline', 'is_broken', 'lifeline']
 
 # %% ../nbs/01a_lifeline.ipynb #25981950
-import hmac,json,math,os,secrets,selectors,signal,socket,struct,sys,threading,time,traceback,zlib
+import inspect,json,math,os,selectors,signal,socket,struct,sys,threading,time,traceback,zlib
 from contextlib import contextmanager,suppress
-from datetime import timedelta
+from ctypes import CDLL,create_string_buffer
+
 from weakref import WeakSet
 from fastcore.all import *
 from torch.distributed import PrefixStore
 from .world import *
 from .launch import *
 from .exchanges import *
+from .listen import *
+
 
 # %% ../nbs/01a_lifeline.ipynb #c8774ee8
 def awaited(
@@ -32,22 +35,29 @@ def awaited(
     check:callable=noop, # Called now and then; it may raise
     timeout:float=float('inf') # Seconds
 )->bytes:
-    "The value at `key`, waited for in short spells so that Ctrl-C is heard"
-    end = time.monotonic()+timeout
+    "The value at `key`; the store is asked again and again, since its own `wait` neither hears Ctrl-C nor is silent"
+    end,pause = time.monotonic()+timeout,0.002
     while time.monotonic()<end:
-        try:
-            store.wait([key], timedelta(seconds=1))
-            return store.get(key)
-        except RankError: raise # by the handler of a signal, in the midst of the wait
-        except RuntimeError: store.check([key]) # not yet there, which each kind of store says in its own way; one that is gone raises here too
+        if store.check([key]): return store.get(key)
         check()
+        time.sleep(pause)
+        pause = min(1.5*pause, 0.2)
     raise TimeoutError(f'{key} was not set within {timeout} seconds')
 
 # %% ../nbs/01a_lifeline.ipynb #442c99d3
+_longest = 1<<20
+
+def _message(raw):
+    "The message in `raw`; `ValueError` where there is none"
+    with suppress(ValueError, RecursionError):
+        msg = json.loads(raw)
+        if isinstance(msg, dict) and isinstance(msg.get('kind'), str): return msg
+    raise ValueError(f'{raw[:60]!r}, which is no message')
+
 class Line:
     "A socket over which each line is a JSON object"
-    def __init__(self, sock):
-        self.sock,self.rest,self.lock,self.rank = sock,b'',threading.Lock(),None
+    def __init__(self, sock, rank):
+        self.sock,self.rest,self.lock,self.rank = sock,b'',threading.Lock(),rank
         for k,v in dict(SO_KEEPALIVE=1, TCP_KEEPIDLE=2, TCP_KEEPINTVL=1, TCP_KEEPCNT=3, TCP_NODELAY=1).items():
             with suppress(OSError, AttributeError): sock.setsockopt(socket.SOL_SOCKET if k[0]=='S' else socket.IPPROTO_TCP, getattr(socket, k), v)
 
@@ -55,12 +65,13 @@ class Line:
         with self.lock, suppress(OSError): self.sock.sendall(json.dumps(msg).encode()+b'\n')
 
     def read(self):
-        "What has come, `None` where nothing ever will"
+        "What has come, `None` where nothing ever will; `ValueError` for what is no message"
         try: data = self.sock.recv(1<<16)
         except OSError: data = b''
         if not data: return
         *lines,self.rest = (self.rest+data).split(b'\n')
-        with suppress(ValueError): return [json.loads(o) for o in lines]
+        if len(self.rest)>_longest: raise ValueError(f'more than {_longest:,} bytes without an end')
+        return [_message(o) for o in lines]
 
 # %% ../nbs/01a_lifeline.ipynb #5558b790
 _live = WeakSet()
@@ -77,9 +88,10 @@ class Lifeline:
         self.news,self.met,self.turn,self.trouble,self.heard_of = threading.Condition(),0,0,None,None
         self.armed,self.amid,self.failed,self.closed,self.thread,self.main = False,None,False,False,None,False
         self.ident,self.server,self.sel = threading.get_ident(),None,selectors.DefaultSelector()
-        self.exchanges = Exchanges()
+        self.exchanges,self.was_cut = Exchanges(),False
         self.wake,other = socket.socketpair()
         self.sel.register(other, selectors.EVENT_READ)
+        self.handlers = []
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -105,34 +117,28 @@ def open(self:Lifeline,
 
 @patch
 def _listen(self:Lifeline):
-    one = self.world.num_nodes==1
-    self.server,self.secret = socket.create_server(('127.0.0.1' if one else '', 0)),secrets.token_hex()
+    self.server = Listener(self.world)
     self.sel.register(self.server, selectors.EVENT_READ)
-    return '127.0.0.1' if one else self.world.master_addr,self.server.getsockname()[1],self.secret
+    return self.server.hosts,self.server.port,self.server.secret.hex()
 
 # %% ../nbs/01a_lifeline.ipynb #005b96f5
 @patch
-def _connect(self:Lifeline, host, port, secret, timeout):
-    booth = self.booths[0] = self._dial(host, port, secret=secret, votes=True)
-    booth.sock.settimeout(timeout)
-    if not booth.sock.recv(1): raise ConnectionError('rank 0 hung up')
-    booth.sock.settimeout(1)
-    line = self.lines[0] = self._dial(host, port, secret=secret)
-    self.sel.register(line.sock, selectors.EVENT_READ, line)
+def _connect(self:Lifeline, hosts, port, secret, timeout):
+    for kind in ('votes','news'): self._seat(Line(dial(hosts, port, bytes.fromhex(secret), self.rank, kind, min(timeout, 60)), 0), kind)
 
 @patch
-def _dial(self:Lifeline, host, port, **greeting):
-    line = Line(socket.create_connection((host, port), timeout=60))
-    line.sock.settimeout(None)
-    line.rank = 0
-    line.send(rank=self.rank, **greeting)
-    return line
+def _seat(self:Lifeline, line, kind):
+    "The thread listens to the line for news, the main thread to the one for votes"
+    line.sock.settimeout(1 if kind=='votes' else None)
+    if kind=='votes': self.booths[line.rank] = line
+    else: self.lines[line.rank] = line
+    if kind=='news': self.sel.register(line.sock, selectors.EVENT_READ, line)
 
 @patch
 def _start(self:Lifeline):
     _live.add(self)
     self.main = threading.current_thread() is threading.main_thread()
-    if self.main: self.old = signal.signal(signal.SIGURG, self._interrupt)
+    self._take_signal()
     self.thread = threading.Thread(target=self._run, daemon=True, name='fastdist lifeline')
     self.thread.start()
 
@@ -140,45 +146,58 @@ def _start(self:Lifeline):
 @patch
 def _run(self:Lifeline):
     "The thread: hear what comes, look after the main thread"
-    while not self.closed:
-        for key,_ in self.sel.select(0.1 if self.heard_of else self.tick):
-            if key.fileobj is self.server: self._accept()
-            elif key.data: self._hear(key.data)
-        if not self.closed: self._look(time.monotonic())
+    try:
+        while not self.closed: self._serve()
+    except BaseException as e:
+        if not self.closed: self._give_up(e)
+
+@patch
+def _serve(self:Lifeline):
+    for key,_ in self.sel.select(0.1 if self.heard_of else self.tick):
+        if key.data: self._hear(key.data)
+    if self.server: self._admit()
+    if not self.closed: self._look(time.monotonic())
 
 @patch
 def _look(self:Lifeline, now):
     if self.heard_of: self._interfere(now)
 
+# %% ../nbs/01a_lifeline.ipynb #8599c25f
+@patch
+def _give_up(self:Lifeline, e):
+    "Let `e`, raised in the thread, be an error on all ranks"
+    text = f'its control thread failed:\n{"".join(traceback.format_exception(e))}'
+    self._fail(RankError(self.rank, text), math.inf)
+    for o in list(self.lines.values()): o.send(kind='error', rank=self.rank, text=text, turn=math.inf)
+    with suppress(Exception): sys.stderr.write(f'fastdist: rank {self.rank}: {text}')
+    while not self.closed:
+        with suppress(Exception): self._interfere(time.monotonic())
+        time.sleep(0.1)
+
 # %% ../nbs/01a_lifeline.ipynb #ce659f4e
 @patch
-def _accept(self:Lifeline):
-    line = Line(self.server.accept()[0])
-    self.sel.register(line.sock, selectors.EVENT_READ, line)
+def _admit(self:Lifeline):
+    "Let those in who are ranks, and close the door behind the last"
+    for sock,rank,kind in self.server.poll(): self._seat(Line(sock, rank), kind)
+    if not self.server.complete: return
+    self.sel.unregister(self.server)
+    self.server.close()
+    self.server = None
 
 @patch
 def _hear(self:Lifeline, line):
-    for msg in ifnone(line.read(), [None]):
-        if line.rank is None and not self._greet(line, msg) or msg is None: return self._ended(line)
-        if 'kind' in msg: self._pass_on(msg, line)
+    try: msgs = [self._checked(o) for o in ifnone(line.read(), [None])]
+    except ValueError as e: return self._ended(line, f'it sent {e}. HINT: all ranks need the same version of fastdist')
+    for o in msgs: self._pass_on(o, line) if o else self._ended(line)
 
 @patch
-def _greet(self:Lifeline, line, msg):
-    "Is it one of ours?"
-    if not msg or not hmac.compare_digest(str(msg.get('secret')), self.secret): return False
-    line.rank = msg['rank']
-    if msg.get('votes'): self._seat(line)
-    else: self.lines[line.rank] = line
-    return True
-
-# %% ../nbs/01a_lifeline.ipynb #3c856daa
-@patch
-def _seat(self:Lifeline, line):
-    "From now on it is the main thread that listens to `line`"
-    self.sel.unregister(line.sock)
-    line.sock.settimeout(1)
-    self.booths[line.rank] = line
-    with suppress(OSError): line.sock.sendall(b'.')
+def _checked(self:Lifeline, msg):
+    "`msg`, where this version of fastdist knows what to do with it"
+    if msg is None: return
+    answer = getattr(self, '_on_'+msg['kind'], None)
+    with suppress(TypeError):
+        if answer and inspect.signature(answer).bind(**{k:v for k,v in msg.items() if k!='kind'}): return msg
+    raise ValueError(f'the message {str(msg)[:60]}, which is unknown here')
 
 # %% ../nbs/01a_lifeline.ipynb #938a75b5
 @patch
@@ -188,13 +207,12 @@ def _pass_on(self:Lifeline, msg, line):
     getattr(self, '_on_'+msg.pop('kind'))(**msg)
 
 @patch
-def _ended(self:Lifeline, line):
+def _ended(self:Lifeline, line, why='it ended without a word: it was killed, ran out of memory, or its machine failed'):
     self.sel.unregister(line.sock)
     line.sock.close()
     if self.lines.get(line.rank) is not line: return
     del self.lines[line.rank]
-    if line.rank not in self.left: self.tell('error', rank=line.rank, turn=math.inf,
-        text='it ended without a word: it was killed, ran out of memory, or its machine failed')
+    if line.rank not in self.left: self.tell('error', rank=line.rank, turn=math.inf, text=why)
 
 # %% ../nbs/01a_lifeline.ipynb #22814bcd
 @patch
@@ -230,8 +248,8 @@ def _interfere(self:Lifeline, now):
     "Let the main thread out of where it waits; again and again, until it hears"
     with self.news: # until all is done, the main thread cannot go on to the next turn
         if not self.heard_of or self.failed or now-self.heard_of[2]<0.5: return
-        owner = None if self.trouble else group_owner()
-        self.trouble = self.heard_of[0]
+        owner = group_owner() if self.trouble and not self.was_cut else None # a tick later: what gloo is about to begin when its connections break, it may lose
+        self.trouble,self.was_cut = self.heard_of[0],bool(self.trouble)
         if self.armed and self.main: signal.pthread_kill(self.ident, signal.SIGURG)
         if owner: owner.cut()
         self.news.notify_all()
@@ -240,10 +258,12 @@ def _interfere(self:Lifeline, now):
 @patch
 def arm(self:Lifeline):
     "From here on the main thread may be interrupted"
+    self._take_signal()
     self.amid,self.armed = id(sys.exc_info()[1]),True
 
 @patch
 def _interrupt(self:Lifeline, signum, frame):
+    if not (self.trouble and self.armed): return self._pass_signal(signum, frame)
     e = sys.exc_info()[1]
     if self.armed and (e is None or id(e)==self.amid): self.check()
 
@@ -262,6 +282,40 @@ def shield(self:Lifeline):
     armed,self.armed = self.armed,False
     try: yield
     finally: self.armed = armed and not self.trouble
+
+# %% ../nbs/01a_lifeline.ipynb #976ec485
+def _action(new=None):
+    "The C library's action for `SIGURG`, which becomes `new` where that is given"
+    old = create_string_buffer(512) # larger than a `struct sigaction` anywhere
+    CDLL(None).sigaction(signal.SIGURG, new, old)
+    return old
+
+@patch
+def _may_handle(self:Lifeline): return self.main and threading.current_thread() is threading.main_thread()
+
+@patch
+def _take_signal(self:Lifeline):
+    "Handle `SIGURG`, on top of who does so far"
+    if not self._may_handle() or self.closed or signal.getsignal(signal.SIGURG)==self._interrupt: return
+    action = _action()
+    self.handlers.append((signal.signal(signal.SIGURG, self._interrupt),action))
+
+# %% ../nbs/01a_lifeline.ipynb #835dbc6e
+@patch
+def _pass_signal(self:Lifeline, signum, frame):
+    "Call the handler below, where there is one in Python"
+    if not self.handlers: return
+    top = self.handlers.pop()
+    try: callable(top[0]) and top[0](signum, frame)
+    finally: self.handlers.append(top)
+
+@patch
+def _give_signal_back(self:Lifeline):
+    "Put back the handler below, unless somebody has installed another one on top"
+    if not self._may_handle() or signal.getsignal(signal.SIGURG)!=self._interrupt: return
+    handler,action = self.handlers.pop()
+    signal.signal(signal.SIGURG, handler or signal.SIG_DFL)
+    _action(action)
 
 # %% ../nbs/01a_lifeline.ipynb #9868585d
 @patch
@@ -400,6 +454,7 @@ def renew(self:Lifeline):
     with self.news:
         self.turn += 1
         if self.heard_of and self.heard_of[1]<self.turn: self.trouble = self.heard_of = None
+        self.was_cut = bool(self.trouble) and self.was_cut
         self.failed,self.exchanges.n = False,0
     self.arm()
     with self.exchanges.of('the first meeting after an error'): self.meet()
@@ -415,7 +470,7 @@ def close(self:Lifeline):
     self.wake.send(b'.')
     if self.thread:
         self.thread.join()
-        if self.main: signal.signal(signal.SIGURG, self.old)
+        self._give_signal_back()
     self._drop()
 
 @patch

@@ -304,7 +304,7 @@ def _on_lr_find(self:DistributedTrainer, *args, **kwargs):
     if self.size==1: return find(self.learn, *args, **kwargs)
     call = signature(find).bind(self.learn, *args, **kwargs)
     if self._job.world.rank: call.arguments['show_plot'] = False
-    with kept_random(*self.learn.dls.loaders): return find(*call.args, **call.kwargs)
+    return find(*call.args, **call.kwargs)
 
 @patch
 def _find_in_memory(self:DistributedTrainer, cb):

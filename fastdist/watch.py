@@ -62,7 +62,14 @@ def _watch(self:WatchedLifeline, now):
         self._report_wait(now)
         self._check_progress(now)
     heard = self.heard_of # which the main thread may forget at any time
-    if heard and self.trouble and self.armed and self.main and now-heard[2]>max(10, self.patience): self._end()
+    if heard and self.trouble and self.armed and self.main and now-heard[2]>self._endurance(): self._end()
+
+@patch
+def _endurance(self:WatchedLifeline):
+    "Seconds that a main thread has to hear of an error: a long call may end, but a collective whose connections broke does not"
+    frame = sys._current_frames().get(self.ident)
+    if not frame or not is_waiting(frame): return max(10, self.patience)
+    return 60. if module_of(frame).startswith('torch.autograd') else 15. # a backward pass may compute
 
 # %% ../nbs/01b_watch.ipynb #fb84fe78
 @patch
@@ -199,6 +206,7 @@ def _on_passed(self:WatchedLifeline, turn, n, text): self.passed = turn,n,text
 def missed(self:WatchedLifeline)->tuple: # Where rank 0 is, and the names of what it has done at this place; `None` while it may still come
     "Return where rank 0 is if it went on without what this rank waits for; raise what went wrong on another rank"
     self.check()
+    if self.heard_of: return # an error is about to be raised here
     here = self.turn,self.exchanges.n
     gone = 'rank 0 has left' if 0 in self.left else self.passed[2] if self.passed and self.passed[:2]==here else None
     return gone and (gone, [name for *at,name in self.notes if tuple(at)==here])

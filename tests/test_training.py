@@ -2,9 +2,10 @@
 import random,pytest
 from collections import Counter
 from contextlib import nullcontext
+from torch.amp import GradScaler
 from torch.profiler import ProfilerActivity,profile
 from torch.utils.data import DataLoader as TorchLoader
-from accelerate.utils import GradientAccumulationPlugin,GradScalerKwargs
+from accelerate.utils import AutocastKwargs,GradientAccumulationPlugin,GradScalerKwargs
 from fastcore.test import test_close,test_eq,test_ne
 from fastai.basics import *
 from fastai.callback.all import *
@@ -125,6 +126,36 @@ def twice(rank):
     return set(seen)
 
 def test_a_precision_is_applied_once(): test_eq(on_ranks(twice, join=False), [{torch.float16,True}]*2)
+
+class OwnCast(MixedPrecision):
+    "Of a user, who computes in bfloat16 and scales all the same"
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = torch.autocast('cpu', dtype=torch.bfloat16)
+        self.learn.scaler = GradScaler('cpu', init_scale=4.)
+
+class OnCuda(MixedPrecision):
+    "As in a script that was written on a machine with GPUs"
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = torch.autocast('cuda', dtype=torch.bfloat16)
+
+class NoCast(MixedPrecision):
+    "Of a user, who switches it off"
+    def before_fit(self): self.autocast,self.learn.scaler,self.scales = nullcontext(),GradScaler('cpu', enabled=False),[]
+
+def own_cast(rank, mp, **kw):
+    seen,learn = [],learner(6)
+    hook = learn.model[0].register_forward_hook(lambda m,i,o: seen.append(o.dtype))
+    fitted(learn, cbs=[mp(),Callback(before_batch=lambda self: seen.append(self.scaler.get_scale()))], cpu=True, **kw)
+    return set(seen)
+
+@pytest.mark.parametrize('mp,want', [(OwnCast,{torch.bfloat16,4.}), (OnCuda,{torch.bfloat16,65536.}), (NoCast,{torch.float32,1.})])
+def test_a_precision_of_the_users(mp, want): test_eq(on_ranks(lambda rank: own_cast(rank, mp), join=False), [want]*2)
+
+def test_options_go_with_a_precision_of_the_users():
+    opts = [AutocastKwargs(cache_enabled=False),GradScalerKwargs(init_scale=8.)]
+    test_eq(on_ranks(lambda rank: own_cast(rank, OwnCast, kwargs_handlers=opts), join=False), [{torch.bfloat16,8.}]*2)
 
 # Randomness
 
