@@ -26,6 +26,7 @@
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.spawn`: Ranks that a head process starts, watches and ends
 - `fastdist.trainer`: The callback that lets a Learner train on N ranks as it would in one process
+- `fastdist.trial`: Trying out a user's code without leaving a trace
 - `fastdist.watch`: A rank that stops moving is found, and named
 - `fastdist.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher"""
 

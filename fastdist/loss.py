@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from fastai.losses import LabelSmoothingCrossEntropy
 from fastai.torch_core import apply,find_bs
 from .comm import *
+from .trial import *
 
 # %% ../nbs/05a_loss.ipynb #2da11b8d
 def _mixed(loss_func): return getattr(getattr(loss_func, '__self__', None), 'old_lf', None)
@@ -67,19 +68,21 @@ def is_opaque(loss_func)->bool:
     known = isinstance(f, Partial) and 'reduction' in f.keywords or hasattr(loss_func, 'reduction') or hasattr(f, 'reduction')
     return not (known or has_normaliser(loss_func) or _mixed(loss_func) or getattr(f, '__module__', '')==F.__name__)
 
-@torch.no_grad()
 def how_reduced(
     loss_func, # The loss
     pred, # Predictions, nested
     yb:tuple # Targets
-)->str: # 'sum', 'mean' or 'other'; `None` where the batch does not tell
-    "How `loss_func` makes one number of a batch"
+)->str: # 'sum', 'mean', 'other', or 'untold' where a call might be noticed; `None` where the batch does not tell
+    "How `loss_func` makes one number of a batch, seen on a copy of it"
     n = find_bs(yb)
-    c = max(1, n//3)
+    if n<2: return
+    copies,c = to_try(loss_func),max(1, n//3)
+    if copies is None: return 'untold'
     cut = lambda sl: lambda o: o[sl] if isinstance(o, torch.Tensor) and o.ndim and len(o)==n else o
-    try: a,b,ab = [loss_func(apply(cut(sl), pred), *apply(cut(sl), yb)).double().item() for sl in (slice(c),slice(c,n),slice(n))]
+    try:
+        with unnoticed(): a,b,ab = [copies()(apply(cut(sl), pred), *apply(cut(sl), yb)).double().item() for sl in (slice(c),slice(c,n),slice(n))]
     except Exception: return
-    if n<2 or not ab: return
+    if not ab: return
     return next((k for k,v in dict(mean=(a*c+b*(n-c))/n, sum=a+b).items() if abs(v-ab)<=1e-4*abs(ab)), 'other')
 
 # %% ../nbs/05a_loss.ipynb #9f23a1af

@@ -394,11 +394,22 @@ def _ask_loss(self:DistributedTrainer, here):
     "Let the ranks find out together how a loss that does not say it reduces; `here` is `None` without a batch"
     f = self.learn.loss_func
     if id(f) in self._opaque or not is_opaque(f): return
-    found = gather_objs(how_reduced(f, here.pred, here.yb) if here is not None and len(here.yb) else None)
+    mine = (here.pred,here.yb) if here is not None and len(here.yb) else None
+    found = gather_objs(how_reduced(f, *mine) if mine else None)
+    if not any(found): found = [self._ask_together(f, gather_objs(mine))]
     if 'other' in found and self._job.world.rank==0: warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
         'them differ from one process. HINT: use a loss of fastai or torch, which say by what they divide')
-    self._opaque[id(f)] = f,'sum' in found and not {'mean','other'}&set(found)
+    elif 'untold' in found and self._job.world.rank==0: warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
+        "HINT: set its attribute reduction to 'mean' or 'sum'")
+    self._opaque[id(f)] = f,'sum' in found and not {'mean','other','untold'}&set(found)
     self._kind = (None,)
+
+@patch
+def _ask_together(self:DistributedTrainer, f, parts):
+    "Ask with the batches of all ranks, where those of each have one sample"
+    parts = to_device([p for p in parts if p], self._job.world.device)
+    try: return how_reduced(f, *[join_rows(list(o)) for o in zip(*parts)]) if parts else None
+    except Exception: return
 
 # %% ../nbs/09_trainer.ipynb #e6fe1354
 @patch
