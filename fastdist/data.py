@@ -101,13 +101,16 @@ def _count(self:DistributedDL):
     "Samples in the global order, `None` where nobody knows"
     o = self.order
     if not self.torch: return getattr(o, 'partial_n', None) or o.n
-    try: return len(o.dataset) if self._streams else len(o.batch_sampler) if self._whole else len(o.sampler)
+    try: return len(o.dataset) if self._streams else len(o.batch_sampler) if self._whole else len(self._sampler)
     except TypeError: return None
 
 @patch(as_prop=True)
 def _whole(self:DistributedDL):
     "Are batches dealt out whole, as the user's own batch sampler made them?"
     return self.torch and self.dl.batch_sampler is not None and type(self.dl.batch_sampler) is not BatchSampler
+
+@patch(as_prop=True)
+def _sampler(self:DistributedDL): return self.dl.batch_sampler.sampler if type(self.dl.batch_sampler) is BatchSampler else self.dl.sampler
 
 @patch(as_prop=True)
 def _streams(self:DistributedDL):
@@ -117,7 +120,7 @@ def _streams(self:DistributedDL):
 @patch(as_prop=True)
 def _dealt(self:DistributedDL):
     "Does the user's own `DistributedSampler` deal out the samples?"
-    return self.torch and isinstance(self.dl.sampler, DistributedSampler)
+    return self.torch and isinstance(self._sampler, DistributedSampler)
 
 # %% ../nbs/04_data.ipynb #71b1413e
 @patch
@@ -447,9 +450,9 @@ def _draw(self:DistributedDL):
     if self._streams:
         if self.n is not None: self._weigh(self.n, self.bs or 1)
         return self._seed_workers(o)
-    if self._dealt: return o.sampler.set_epoch(o.sampler.epoch+1)
+    if self._dealt: return self._sampler.set_epoch(self._sampler.epoch+1)
     if self._whole: return self._fill(self._deal_whole(self._agree(lambda o: self._seed_workers(o) or list(o.batch_sampler))))
-    mine = listed(self._deal(self._agree(lambda o: self._seed_workers(o) or as_order(o.sampler))))
+    mine = listed(self._deal(self._agree(lambda o: self._seed_workers(o) or as_order(self._sampler))))
     self._fill(list(chunked(mine, self.bs, self.drop_last and not self.slicing)) if self.bs else mine)
 
 @patch

@@ -1,6 +1,5 @@
 "A `DistributedDL` by itself, as fastai's: its length, its order, and what it exchanges"
-import operator,random,tempfile,pytest
-from itertools import product
+import itertools,random,tempfile,pytest
 from torch.utils.data import BatchSampler,RandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 from fastai.basics import *
@@ -13,24 +12,21 @@ from fastcore.test import test_eq,test
 def own(n, bs, drop, shuffle): return TfmdDL(range(n), bs=bs, drop_last=drop, shuffle=shuffle, num_workers=0)
 def torchs(n, bs, drop, shuffle): return TorchLoader(range(n), batch_size=bs, drop_last=drop, shuffle=shuffle)
 
-def alike(dl):
+def epoch(share):
     "Ranks without a group share an order as far as they share a seed"
     torch.manual_seed(0)
-    if hasattr(dl, 'rng'): dl.rng = random.Random(0)
-    return dl
+    share.dl.rng = random.Random(0)
+    return [b.tolist() for b in share]
 
 @pytest.mark.parametrize('mk', (own,torchs))
 def test_length_is_what_comes(mk):
-    for n,size,bs,drop,shuffle in product(range(13), range(1,6), (1,2,3,5), (False,True), (False,True)):
+    for n,size,bs,drop,shuffle in itertools.product(range(1,13), range(1,6), (1,2,3,5), (False,True), (False,True)):
         shares = [DistributedDL(mk(n, bs, drop, shuffle), r, size) for r in range(size)]
-        got = [[b.tolist() for b in alike(s) and list(s)] for s in shares]
-        what = n,size,bs,drop,shuffle
-        test_eq((what, [len(s) for s in shares]), (what, [len(b) for b in got]))
-        test_eq((what, len(set(map(len, got)))), (what,1))
-        if drop: assert all(len(o)==bs for b in got for o in b), what
-        else: test_eq((what, set(sum(sum(got, []), []))), (what, set(range(n))))
-        order = sum(sum(got, []), []) if not drop else []
-        test_eq((what, len(order)), (what, -(-n//size)*size if not drop else 0))
+        got,what = list(map(epoch, shares)),f'{n=} {size=} {bs=} {drop=} {shuffle=}'
+        assert [len(s) for s in shares]==[len(o) for o in got]==[len(got[0])]*size, what
+        seen = [i for o in got for b in o for i in b]
+        if drop: assert all(len(b)==bs for o in got for b in o), what
+        else: assert set(seen)==set(range(n)) and len(seen)==-(-n//size)*size, what
 
 class Noted(DistributedDL):
     "What fastai's notebook puts in the place of a group: rank 0 leaves its order in a file, others' rows are -100"
