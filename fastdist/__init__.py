@@ -7,6 +7,7 @@
 - `fastdist.comm`: Collectives over nested structures, and who goes first
 - `fastdist.data`: A data loader's share for each rank
 - `fastdist.desync`: Do all ranks still train the same model?
+- `fastdist.digest`: What a loader holds, in a few plain values that ranks can compare
 - `fastdist.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.head`: The same object in the head, before there are ranks, and in each rank
 - `fastdist.home`: What training on ranks has changed comes back to the object in the head

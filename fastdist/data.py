@@ -160,7 +160,7 @@ def _as_one(self:DistributedDL):
 def get_idxs(self:DistributedDL):
     "This rank's share of the order"
     if self.n is not None and self.indexed: return self._deal(self._agree(global_order))
-    with self._as_one() as o: idxs,self.in_step = o.get_idxs(),False
+    idxs = self._begin_stream(lambda o: o.get_idxs())
     if self.n is not None: self._weigh(self.n, self.bs or 1)
     return self._endless(idxs) if self.indexed else idxs
 
@@ -170,6 +170,11 @@ def _grouped(self:DistributedDL):
     "Are there other ranks to exchange with? One who gave rank and size may mean other ranks than the group's"
     if self._in_job: return grouped()
     return self.world_size>1 and dist.is_initialized() and (dist.get_rank(),dist.get_world_size())==(self.rank,self.world_size)
+
+@patch
+def _joins(self:DistributedDL):
+    "Do all ranks begin this pass together?"
+    return not self._look and self._grouped
 
 @patch
 def _broadcast(self:DistributedDL, t, rank):
@@ -184,8 +189,8 @@ def _drawn(self:DistributedDL, draw):
 def _agree(self:DistributedDL, draw):
     "The order that `draw` gives, the same on all ranks"
     if self._look: return self._drawn(draw)
-    with rank0_random(self.order) if self._grouped else nullcontext(): idxs = self._drawn(draw)
-    if not isinstance(idxs, np.ndarray): return agreed(idxs) if self._grouped else idxs
+    with rank0_random(self.order) if self._joint else nullcontext(): idxs = self._drawn(draw)
+    if not isinstance(idxs, np.ndarray): return agreed(idxs) if self._joint else idxs
     mine = idxs.tolist()
     res = self._broadcast(mine, 0)
     return idxs if res is mine else as_order(res)
@@ -251,8 +256,8 @@ def create_batches(self:DistributedDL, samps):
     "Batches of this rank from `samps`, by the user's `create_item`, `create_batch`, and so on"
     o = self.order
     if self._own_batches: return o.create_batches(samps)
-    if o.dataset is not None: o.it = iter(o.dataset)
     if self._streams: return self._stream(samps)
+    if o.dataset is not None: o.it = iter(o.dataset)
     if self.bs is None: return map(o.do_batch, filter(lambda b: b is not None, map(o.do_item, samps)))
     return map(o.do_batch, self._chunks(samps))
 
@@ -300,11 +305,17 @@ def sample(self:DistributedDL):
 def _stream(self:DistributedDL, samps):
     "Of each global batch its size and this rank's slice, `None` where that is empty"
     o,g = self.order,(self.bs or 1)*self.world_size
-    for raw in chunked(filter(lambda x: x is not None, map(self._as_is, samps)), g, self.drop_last):
+    chunks = self._raw(samps, g)
+    for raw in drawn_alike(chunks, self.rank, o) if self._joint else chunks:
         mine = pick(raw, self._slice(len(raw)))
         b = [x for x in map(self._transformed, mine) if x is not None]
         if mine and not b: raise self._skipped(mine)
         yield len(raw),o.do_batch(b if self.bs else b[0]) if b else None
+
+@patch
+def _raw(self:DistributedDL, samps, g):
+    if self.order.dataset is not None: self.order.it = iter(self.order.dataset)
+    yield from chunked(filter(lambda x: x is not None, map(self._as_is, samps)), g, self.drop_last)
 
 @patch
 def _slice(self:DistributedDL, m):
@@ -332,6 +343,16 @@ def _account(self:DistributedDL, m):
     k,(lo,hi),full = len(self._sizes),part(m, self.rank, self.world_size),m==(self.bs or 1)*self.world_size
     self._sizes.append(m)
     for d,v in ((self.weights,(hi-lo)*self.world_size/m), (self.totals,m)): d.pop(k, None) if full else d.__setitem__(k, v)
+
+# %% ../nbs/04_data.ipynb #6031fc47
+@patch
+def _begin_stream(self:DistributedDL, draw):
+    "What `draw` gives, with the seed of this rank's data workers drawn as rank 0's is"
+    if not self._joint: return self._drawn(draw)
+    with rank0_random(self.order):
+        res = self._drawn(draw)
+        if not self.torch and self.rank: self.fake_l.generator = torch.Generator().set_state(torch.get_rng_state())
+    return res
 
 # %% ../nbs/04_data.ipynb #cfe0ab45
 @patch
@@ -425,10 +446,12 @@ class _Slices(IterableDataset):
     "Of each global batch of a torch loader's stream its size and this rank's slice, `None` where that is empty"
     def __init__(self, share):
         self.dataset,self.collate,self.bs,self.drop_last = share.dl.dataset,share.dl.collate_fn,share.bs,share.drop_last
+        self.rank,self.joint = share.rank,False
         self.g,self.slice = (share.bs or 1)*share.world_size,partial(slices, bs=share.bs or 1, rank=share.rank, size=share.world_size, pad=share.pad)
 
     def __iter__(self):
-        for raw in chunked(self.dataset, self.g, self.drop_last):
+        chunks = chunked(self.dataset, self.g, self.drop_last)
+        for raw in drawn_alike(chunks, self.rank) if self.joint else chunks:
             b = pick(raw, self.slice(len(raw)))
             yield len(raw),self.collate(b if self.bs else b[0]) if b else None
 
@@ -449,11 +472,19 @@ def _draw(self:DistributedDL):
     o = self.order
     if self._streams:
         if self.n is not None: self._weigh(self.n, self.bs or 1)
-        return self._seed_workers(o)
+        self._loader.dataset.joint = self._joint
+        return self._begin_stream(self._seed_alike)
     if self._dealt: return self._sampler.set_epoch(self._sampler.epoch+1)
     if self._whole: return self._fill(self._deal_whole(self._agree(lambda o: self._seed_workers(o) or list(o.batch_sampler))))
     mine = listed(self._deal(self._agree(lambda o: self._seed_workers(o) or as_order(self._sampler))))
     self._fill(list(chunked(mine, self.bs, self.drop_last and not self.slicing)) if self.bs else mine)
+
+@patch
+def _seed_alike(self:DistributedDL, o):
+    "Give this rank's data workers the seed that one process's would get"
+    g = ifnone(o.generator, torch.default_generator)
+    self.seeds.set_state(g.get_state())
+    torch.empty((), dtype=torch.int64).random_(generator=g)
 
 @patch
 def _seed_workers(self:DistributedDL, o):
@@ -493,7 +524,7 @@ def _iter_own(self:DistributedDL):
 @patch
 def __iter__(self:DistributedDL):
     self.follow()
-    self.weights,self.totals = {},{}
+    self.weights,self.totals,self._joint = {},{},self._joins()
     return self._iter_torch() if self.torch else self._iter_own()
 
 # %% ../nbs/04_data.ipynb #9032e166
@@ -518,10 +549,13 @@ class StepDL(DistributedDL):
     slicing = True
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
 
+    def _joins(self):
+        res,self.in_step = self.in_step,False
+        return res
+
     def _agree(self, draw):
         self.drawn = None
-        if not self.in_step: return self._drawn(draw)
-        self.in_step = False
+        if not self._joint: return self._drawn(draw)
         with rank0_random(self.order): idxs = self._drawn(draw)
         res = agreed(idxs)
         self.drawn = None if res is idxs else (idxs,res)

@@ -127,3 +127,32 @@ def twice(size, ctx):
     return learn.steps,learn.dls.train.epoch
 
 def test_its_state_outlives_the_context(): test_eq(on_ranks(lambda rank: twice(2, True), join=False), [twice(1, False)]*2)
+
+class Lines(IterableDataset):
+    "A stream of the script; with its length, or without"
+    def __init__(self, n=n, known=True, shuffle=False): self.rows,self.known,self.shuffle = list(zip(*rows(n))),known,shuffle
+    def __iter__(self):
+        order = random.sample(range(len(self.rows)), len(self.rows)) if self.shuffle else range(len(self.rows))
+        return (self.rows[i] for i in order)
+    def __len__(self):
+        if not self.known: raise TypeError('a stream')
+        return len(self.rows)
+
+def sharded(worker):
+    "As torch's documentation tells to share a stream out to data workers"
+    info = torch.utils.data.get_worker_info()
+    info.dataset.rows = info.dataset.rows[worker::info.num_workers]
+
+class Anyway(Learner):
+    "Does not ask a loader how long it is"
+    def all_batches(self):
+        self.n_iter = getattr(self.dl, 'n', None) and len(self.dl) or 10
+        for o in enumerate(self.dl): self.one_batch(*o)
+
+streams = dict(torch=lambda bs: TorchLoader(Lines(), batch_size=bs), dropped=lambda bs: TorchLoader(Lines(), batch_size=bs, drop_last=True),
+    workers=lambda bs: TorchLoader(Lines(), batch_size=bs, num_workers=2, worker_init_fn=sharded, persistent_workers=True), fastai=lambda bs: DataLoader(Lines(), bs=bs, num_workers=1),
+    shuffled=lambda bs: DataLoader(Lines(shuffle=True), bs=bs), torch_shuffled=lambda bs: TorchLoader(Lines(shuffle=True), batch_size=bs))
+
+@pytest.mark.parametrize('name', streams)
+@pytest.mark.parametrize('size', (2,3))
+def test_streams(name, size): same_as_alone(size, mk=streams[name])
