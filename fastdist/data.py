@@ -27,6 +27,7 @@ from .world import *
 from .comm import *
 from .randomness import *
 from .order import *
+from .digest import *
 
 # %% ../nbs/04_data.ipynb #11f50150
 def _order_dl(dl, g):
@@ -64,21 +65,15 @@ class DistributedDL(TfmdDL):
 @patch
 def follow(self:DistributedDL):
     "Take over what `dl` says now; data workers that persist stay where nothing changed for them"
-    dl,(bs,self.drop_last) = self.dl,_batching(self.dl)
+    dl,(bs,self.drop_last) = self.dl,batching(self.dl)
     self.bs = self._of_rank(bs)
     self.order = _order_dl(dl, self.bs and self.bs*self.world_size)
-    self.n,self.dataset,self.pin_memory,self.indexed = self._count(),dl.dataset,dl.pin_memory,not self._streams
+    self.n,self.dataset,self.pin_memory,self.indexed = n_samples(self.order),dl.dataset,dl.pin_memory,not self._streams
     self.slicing = type(self).slicing or hasattr(self.order, 'make_chunks') or self._streams
     if not self.torch: self.shuffle,self.timeout = dl.shuffle,dl.timeout
     if (key:=self._worker_key())!=self._workers: self._workers,self._loader,self.fake_l = key,*self._new_loader(*key)
     device = ifnone(self._device_given, getattr(dl, 'device', None))
     if not hasattr(self, '_device') or self._device!=device: self.device = device
-
-def _batching(dl):
-    "Batch size of loader `dl`, and whether it leaves out a ragged batch"
-    if not isinstance(dl, TorchLoader): return dl.bs,dl.drop_last
-    o = dl.batch_sampler if type(dl.batch_sampler) is BatchSampler else dl
-    return o.batch_size,o.drop_last
 
 # %% ../nbs/04_data.ipynb #6b1e7603
 _for_workers = 'num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers'.split()
@@ -96,21 +91,10 @@ def _new_loader(self:DistributedDL, *key):
     return (self._torch_loader(),None) if self.torch else (None,_FakeLoader(self, *key))
 
 # %% ../nbs/04_data.ipynb #73d93168
-@patch
-def _count(self:DistributedDL):
-    "Samples in the global order, `None` where nobody knows"
-    o = self.order
-    if not self.torch: return getattr(o, 'partial_n', None) or o.n
-    try: return len(o.dataset) if self._streams else len(o.batch_sampler) if self._whole else len(self._sampler)
-    except TypeError: return None
-
 @patch(as_prop=True)
 def _whole(self:DistributedDL):
     "Are batches dealt out whole, as the user's own batch sampler made them?"
     return self.torch and self.dl.batch_sampler is not None and type(self.dl.batch_sampler) is not BatchSampler
-
-@patch(as_prop=True)
-def _sampler(self:DistributedDL): return self.dl.batch_sampler.sampler if type(self.dl.batch_sampler) is BatchSampler else self.dl.sampler
 
 @patch(as_prop=True)
 def _streams(self:DistributedDL):
@@ -120,7 +104,7 @@ def _streams(self:DistributedDL):
 @patch(as_prop=True)
 def _dealt(self:DistributedDL):
     "Does the user's own `DistributedSampler` deal out the samples?"
-    return self.torch and isinstance(self._sampler, DistributedSampler)
+    return self.torch and isinstance(sampler(self.dl), DistributedSampler)
 
 # %% ../nbs/04_data.ipynb #71b1413e
 @patch
@@ -303,14 +287,14 @@ def sample(self:DistributedDL):
 
 @patch
 def _stream(self:DistributedDL, samps):
-    "Of each global batch its size and this rank's slice, `None` where that is empty"
+    "Of each global batch its size, a digest of its first sample, and this rank's slice, `None` where that is empty"
     o,g = self.order,(self.bs or 1)*self.world_size
     chunks = self._raw(samps, g)
     for raw in drawn_alike(chunks, self.rank, o) if self._joint else chunks:
         mine = pick(raw, self._slice(len(raw)))
         b = [x for x in map(self._transformed, mine) if x is not None]
         if mine and not b: raise self._skipped(mine)
-        yield len(raw),o.do_batch(b if self.bs else b[0]) if b else None
+        yield len(raw),items_digest(raw[:1]),o.do_batch(b if self.bs else b[0]) if b else None
 
 @patch
 def _raw(self:DistributedDL, samps, g):
@@ -332,11 +316,21 @@ def _told(self:DistributedDL, batches):
     self._sizes,self._done = [],0
     for b in batches:
         if self._carries:
-            m,b = b
+            m,first,b = b
+            if self._joint and not self._sizes: self._compare(first)
             self._account(m)
             if b is None: continue
         self._done += 1
         yield b
+    if self._carries and self._joint and not self._sizes: self._compare(None)
+
+@patch
+def _compare(self:DistributedDL, first):
+    "Raise an error on all ranks unless their streams begin alike"
+    d = torch.tensor(int(first or '0', 16)>>2)
+    hi,lo = all_reduce(torch.stack([d, -d]), 'max').tolist()
+    if hi!=-lo: raise ValueError('Ranks read different streams: the first samples differ. HINT: give each rank the whole stream, it takes its part by itself; leave out what '
+        'shares it out by rank, and seed a random generator of its own alike on all ranks')
 
 @patch
 def _account(self:DistributedDL, m):
@@ -443,7 +437,7 @@ def _torch_loader(self:DistributedDL):
 
 # %% ../nbs/04_data.ipynb #5089f2e4
 class _Slices(IterableDataset):
-    "Of each global batch of a torch loader's stream its size and this rank's slice, `None` where that is empty"
+    "Of each global batch of a torch loader's stream its size, a digest of its first sample, and this rank's slice, `None` where that is empty"
     def __init__(self, share):
         self.dataset,self.collate,self.bs,self.drop_last = share.dl.dataset,share.dl.collate_fn,share.bs,share.drop_last
         self.rank,self.joint = share.rank,False
@@ -453,7 +447,7 @@ class _Slices(IterableDataset):
         chunks = chunked(self.dataset, self.g, self.drop_last)
         for raw in drawn_alike(chunks, self.rank) if self.joint else chunks:
             b = pick(raw, self.slice(len(raw)))
-            yield len(raw),self.collate(b if self.bs else b[0]) if b else None
+            yield len(raw),items_digest(raw[:1]),self.collate(b if self.bs else b[0]) if b else None
 
 def _as_made(b): return b
 
@@ -474,9 +468,9 @@ def _draw(self:DistributedDL):
         if self.n is not None: self._weigh(self.n, self.bs or 1)
         self._loader.dataset.joint = self._joint
         return self._begin_stream(self._seed_alike)
-    if self._dealt: return self._sampler.set_epoch(self._sampler.epoch+1)
+    if self._dealt: return sampler(o).set_epoch(sampler(o).epoch+1)
     if self._whole: return self._fill(self._deal_whole(self._agree(lambda o: self._seed_workers(o) or list(o.batch_sampler))))
-    mine = listed(self._deal(self._agree(lambda o: self._seed_workers(o) or as_order(self._sampler))))
+    mine = listed(self._deal(self._agree(lambda o: self._seed_workers(o) or as_order(sampler(o)))))
     self._fill(list(chunked(mine, self.bs, self.drop_last and not self.slicing)) if self.bs else mine)
 
 @patch

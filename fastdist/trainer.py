@@ -146,7 +146,8 @@ def _share(self:DistributedTrainer, dl, cls):
     "This rank's share of `dl`, for a loader of the Learner the same one throughout a fit; a list of batches is no loader and stays what it is"
     if self.size==1 or not isinstance(dl, (DataLoader,TorchLoader)): return dl
     if isinstance(dl, DistributedDL): dl = dl.dl
-    share = self._shares.get((id(dl),cls)) or cls(dl, self._job.world.rank, self.size, self._job.world.device, self._split_bs)
+    share = self._shares.get((id(dl),cls))
+    if share is None: share = cls(dl, self._job.world.rank, self.size, self._job.world.device, self._split_bs)
     share.follow()
     mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
     if self._fitting: self._shares = {(id(o.dl),type(o)):o for o in (*self._shares.values(),share) if any(o.dl is l for l in mine)}

@@ -1,6 +1,7 @@
 "What people do to their data during a fit, on ranks as in one process with as many samples in a batch"
 import random,pytest
 from contextlib import nullcontext
+from torch import distributed as dist
 from torch.utils.data import IterableDataset,TensorDataset,WeightedRandomSampler,BatchSampler,SubsetRandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 from fastai.basics import *
@@ -156,3 +157,38 @@ streams = dict(torch=lambda bs: TorchLoader(Lines(), batch_size=bs), dropped=lam
 @pytest.mark.parametrize('name', streams)
 @pytest.mark.parametrize('size', (2,3))
 def test_streams(name, size): same_as_alone(size, mk=streams[name])
+
+def test_streams_without_a_length():
+    for mk in (lambda bs: TorchLoader(Lines(known=False), batch_size=bs), lambda bs: DataLoader(Lines(known=False), bs=bs), lambda bs: DataLoader((o for o in Lines()), bs=bs, num_workers=0)):
+        def f(rank):
+            with pytest.raises(TypeError): trained(2, rank is not None, mk=mk)
+        f(None)
+        on_ranks(f, join=False)
+
+unsized = dict(torch=lambda bs: TorchLoader(Lines(known=False), batch_size=bs), workers=lambda bs: TorchLoader(Lines(50, False), batch_size=bs, num_workers=2, worker_init_fn=sharded),
+    fastai=lambda bs: DataLoader(Lines(known=False, shuffle=True), bs=bs), short=lambda bs: DataLoader(Lines(), bs=bs, n=100), long=lambda bs: DataLoader(Lines(), bs=bs, n=40))
+
+def by_batch(size, ctx, mk):
+    learn = learner(g//size, mk=mk)
+    learn.__class__ = Anyway
+    learn.dls.loaders[1] = mk(g//size)
+    with learn.distrib_ctx() if ctx else nullcontext(), learn.no_logging(), learn.no_bar(): learn.fit(2)
+    return torch.cat([o.detach().flatten() for o in learn.model.parameters()]),learn.steps,learn.recorder.values
+
+@pytest.mark.parametrize('name', unsized)
+@pytest.mark.parametrize('size', (2,3))
+def test_a_learner_that_asks_for_no_length(name, size):
+    w,steps,values = by_batch(1, False, unsized[name])
+    for o in on_ranks(lambda rank: by_batch(size, True, unsized[name]), size, join=False):
+        test_close(o[0], w, 1e-5)
+        test_eq(o[1], steps)
+        test_close(o[2], values, 1e-5)
+
+class OwnPart(Lines):
+    "A stream that somebody has shared out by rank already"
+    def __iter__(self): return iter(self.rows[dist.get_rank()::dist.get_world_size()])
+
+def shared_out(rank):
+    with pytest.raises(ValueError, match='different streams') as e: trained(2, True, mk=lambda bs: DataLoader(OwnPart(), bs=bs))
+
+def test_a_stream_shared_out_by_rank_is_an_error(): on_ranks(shared_out, join=False, timeout=30)
