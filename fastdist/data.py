@@ -87,8 +87,7 @@ def _worker_key(self:DistributedDL):
     return f.pin_memory,f.num_workers,f.timeout,f.persistent_workers,f.pin_memory_device
 
 @patch
-def _new_loader(self:DistributedDL, *key):
-    return (self._torch_loader(),None) if self.torch else (None,_FakeLoader(self, *key))
+def _new_loader(self:DistributedDL, *key): return (self._torch_loader(),None) if self.torch else (None,_FakeLoader(self, *key))
 
 # %% ../nbs/04_data.ipynb #73d93168
 @patch(as_prop=True)
@@ -165,6 +164,7 @@ def _broadcast(self:DistributedDL, t, rank):
     "`t` of `rank` for all ranks; without a group `t` itself"
     return broadcast_obj(t, rank) if self._grouped else t
 
+# %% ../nbs/04_data.ipynb #a5a89037
 @patch
 def _drawn(self:DistributedDL, draw):
     with self._as_one() as o: return draw(o)
@@ -257,6 +257,7 @@ def _chunks(self:DistributedDL, samps):
         if not b: raise self._skipped(idxs)
         yield b
 
+# %% ../nbs/04_data.ipynb #e9b394ce
 @patch
 def _skipped(self:DistributedDL, what): return ValueError(f'rank {self.rank} skipped all samples of a batch: {what}. HINT: leave them out of the data set')
 
@@ -296,11 +297,13 @@ def _stream(self:DistributedDL, samps):
         if mine and not b: raise self._skipped(mine)
         yield len(raw),items_digest(raw[:1]),o.do_batch(b if self.bs else b[0]) if b else None
 
+# %% ../nbs/04_data.ipynb #42f89207
 @patch
 def _raw(self:DistributedDL, samps, g):
     if self.order.dataset is not None: self.order.it = iter(self.order.dataset)
     yield from chunked(filter(lambda x: x is not None, map(self._as_is, samps)), g, self.drop_last)
 
+# %% ../nbs/04_data.ipynb #c813ffbe
 @patch
 def _slice(self:DistributedDL, m):
     "Positions of this rank's part of a batch of `m` samples of all ranks"
@@ -332,6 +335,7 @@ def _compare(self:DistributedDL, first):
     if hi!=-lo: raise ValueError('Ranks read different streams: the first samples differ. HINT: give each rank the whole stream, it takes its part by itself; leave out what '
         'shares it out by rank, and seed a random generator of its own alike on all ranks')
 
+# %% ../nbs/04_data.ipynb #c32d5921
 @patch
 def _account(self:DistributedDL, m):
     k,(lo,hi),full = len(self._sizes),part(m, self.rank, self.world_size),m==(self.bs or 1)*self.world_size
@@ -402,11 +406,12 @@ def to_detach(self:DistributedDL,
     b = self._to_detach(b, cpu, gather)
     return apply(partial(_cut, *self._rows()), b) if gather and self._done else b
 
+# %% ../nbs/04_data.ipynb #adcffd2e
 def _cut(rows, padding, x):
     if not padding or not isinstance(x, torch.Tensor) or not x.ndim or len(x)%rows: return x
     return x[:len(x)-len(x)//rows*padding]
 
-# %% ../nbs/04_data.ipynb #f46b4b08
+# %% ../nbs/04_data.ipynb #77e65fcd
 @patch
 def _rows(self:DistributedDL):
     "Rows of all ranks in the batch that came last, and how many of them, at the end, are padding"
@@ -476,13 +481,15 @@ def _draw(self:DistributedDL):
 @patch
 def _seed_alike(self:DistributedDL, o):
     "Give this rank's data workers the seed that one process's would get"
+    if self._loader._iterator is not None: return
     g = ifnone(o.generator, torch.default_generator)
     self.seeds.set_state(g.get_state())
     torch.empty((), dtype=torch.int64).random_(generator=g)
 
 @patch
 def _seed_workers(self:DistributedDL, o):
-    "Draw a seed when and where torch's loader does, and seed this rank's data workers by it"
+    "Draw a seed when and where torch's loader does, and seed this rank's data workers by it; workers that persist have theirs"
+    if self._loader._iterator is not None: return
     self.seeds.manual_seed(torch.empty((), dtype=torch.int64).random_(generator=o.generator).item()-self.rank)
 
 # %% ../nbs/04_data.ipynb #3e826717

@@ -50,7 +50,8 @@ def array_digest(
     thin,shape = a,[str(tuple(a.shape))]
     if a.ndim:
         rows = list(_at(len(a)))
-        thin = a[tuple(slice(None, None, max(1, d//8)*(i>0) or 1) for i,d in enumerate(a.shape))][rows[::max(1, len(rows)//16)] if isinstance(a, np.memmap) else rows]
+        if isinstance(a, np.memmap): rows = rows[::max(1, len(rows)//16)]
+        thin = a[tuple([slice(None), *(slice(None, None, max(1, d//8)) for d in a.shape[1:])])][rows]
     if isinstance(thin, torch.Tensor): thin = thin.detach().cpu().double().numpy() if thin.is_floating_point() else thin.detach().cpu().numpy()
     if thin.dtype.kind in 'OUS': return _digest(shape+[_text(o) for o in thin.ravel().tolist()])
     return _digest(shape, np.ascontiguousarray(thin).tobytes())
@@ -70,7 +71,8 @@ def items_digest(
 
 def _frame_digest(df):
     some = df.iloc[list(_at(len(df)))]
-    return _digest([str(df.shape), *map(str, df.columns), *(array_digest(o.to_numpy()) for o in (some.index, *(some.iloc[:,i] for i in range(min(df.shape[1], 50)))))])
+    cols = [some.index, *(some.iloc[:,i] for i in range(min(df.shape[1], 50)))]
+    return _digest([str(df.shape), *map(str, df.columns), *(array_digest(o.to_numpy()) for o in cols)])
 
 # %% ../nbs/03a_digest.ipynb #cf5c5ccc
 def dataset_digest(

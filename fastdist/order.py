@@ -112,6 +112,7 @@ def batching(
     o = dl.batch_sampler if _plain(dl) else dl
     return o.batch_size,o.drop_last
 
+# %% ../nbs/03_order.ipynb #0eed55f0
 def n_samples(
     dl # fastai or torch `DataLoader`
 )->int: # Samples in an epoch, batches where a batch sampler of the user's makes them; `None` where nobody knows

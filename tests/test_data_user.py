@@ -1,5 +1,5 @@
 "What people do to their data during a fit, on ranks as in one process with as many samples in a batch"
-import random,pytest
+import os,random,pytest
 from contextlib import nullcontext
 from torch import distributed as dist
 from torch.utils.data import IterableDataset,TensorDataset,WeightedRandomSampler,BatchSampler,SubsetRandomSampler
@@ -22,6 +22,9 @@ class Rows:
     def __init__(self, n=n, seed=0): self.x,self.y = rows(n, seed)
     def __len__(self): return len(self.x)
     def __getitem__(self, i): return self.x[i],self.y[i]
+
+def own(ds=Rows, cls=DataLoader, **kw): return lambda bs: cls(ds(), bs=bs, **kw)
+def torchs(ds=Rows, **kw): return lambda bs: TorchLoader(ds(), batch_size=bs, **{k:v() if k in ('sampler','generator') else v for k,v in kw.items()})
 
 class Seen(Callback):
     "Steps of each epoch, samples by their sums, `n_iter` and the schedule's end"
@@ -87,8 +90,7 @@ def new_dls(size, learn): learn.dls = DataLoaders(DataLoader(Rows(31, 4), bs=18/
 
 changes = bs,data,fewer,shuffle,drop,workers,batch_tfm,item_tfm,in_place,new_loader,new_dls
 
-@pytest.mark.parametrize('size', (2,3))
-@pytest.mark.parametrize('f', changes)
+@pytest.mark.parametrize('f,size', [(f, 2+i%2) for i,f in enumerate(changes)])
 def test_changed_between_epochs(f, size): same_as_alone(size, cbs=at(f))
 
 @pytest.mark.parametrize('event', ('before_train','after_epoch','after_train','before_validate','after_batch'))
@@ -97,8 +99,8 @@ def test_changed_at_any_event(event): same_as_alone(2, cbs=at(bs, event))
 def weights(size, learn): train(learn).wgts = np.arange(75)/np.arange(75).sum()
 def part(size, learn): train(learn).partial_n = 30
 
-@pytest.mark.parametrize('f,mk', [(weights, lambda bs: WeightedDL(Rows(), bs=bs, shuffle=True, num_workers=0)), (part, lambda bs: PartialDL(Rows(), bs=bs, partial_n=50, num_workers=0)),
-    (bs, lambda bs: TfmdDL(Rows(), bs=bs, shuffle=True, drop_last=True))])
+@pytest.mark.parametrize('f,mk', [(weights, own(cls=WeightedDL, shuffle=True, num_workers=0)), (part, own(cls=PartialDL, partial_n=50, num_workers=0)),
+    (bs, own(cls=TfmdDL, shuffle=True, drop_last=True))])
 def test_loaders_of_other_kinds_changed(f, mk): same_as_alone(3, mk=mk, cbs=at(f))
 
 class Curriculum(Callback):
@@ -118,10 +120,10 @@ class Growing(DataLoader):
     def get_idxs(self): return super().get_idxs()[:self.epoch*20]
     def __len__(self): return -(-min((self.epoch+1)*20, 75)//self.bs)
 
-def test_a_loader_with_a_state_of_its_own(): test_eq(same_as_alone(3, mk=lambda bs: Growing(Rows(), bs=bs, shuffle=True))[2], [2,4,5])
+def test_a_loader_with_a_state_of_its_own(): test_eq(same_as_alone(3, mk=own(cls=Growing, shuffle=True))[2], [2,4,5])
 
 def twice(size, ctx):
-    learn = learner(g//size, mk=lambda bs: Growing(Rows(), bs=bs))
+    learn = learner(g//size, mk=own(cls=Growing))
     with learn.no_logging(), learn.no_bar():
         for _ in range(2):
             with learn.distrib_ctx() if ctx else nullcontext(): learn.fit(1)
@@ -150,23 +152,22 @@ class Anyway(Learner):
         self.n_iter = getattr(self.dl, 'n', None) and len(self.dl) or 10
         for o in enumerate(self.dl): self.one_batch(*o)
 
-streams = dict(torch=lambda bs: TorchLoader(Lines(), batch_size=bs), dropped=lambda bs: TorchLoader(Lines(), batch_size=bs, drop_last=True),
-    workers=lambda bs: TorchLoader(Lines(), batch_size=bs, num_workers=2, worker_init_fn=sharded, persistent_workers=True), fastai=lambda bs: DataLoader(Lines(), bs=bs, num_workers=1),
-    shuffled=lambda bs: DataLoader(Lines(shuffle=True), bs=bs), torch_shuffled=lambda bs: TorchLoader(Lines(shuffle=True), batch_size=bs))
+mixed,secret = partial(Lines, shuffle=True),partial(Lines, known=False)
+streams = dict(torch=torchs(Lines), dropped=torchs(Lines, drop_last=True), fastai=own(Lines, num_workers=1), shuffled=own(mixed), torch_shuffled=torchs(mixed),
+    workers=torchs(Lines, num_workers=2, worker_init_fn=sharded, persistent_workers=True))
 
-@pytest.mark.parametrize('name', streams)
-@pytest.mark.parametrize('size', (2,3))
+@pytest.mark.parametrize('name,size', [(k, 2+i%2) for i,k in enumerate(streams)])
 def test_streams(name, size): same_as_alone(size, mk=streams[name])
 
 def test_streams_without_a_length():
-    for mk in (lambda bs: TorchLoader(Lines(known=False), batch_size=bs), lambda bs: DataLoader(Lines(known=False), bs=bs), lambda bs: DataLoader((o for o in Lines()), bs=bs, num_workers=0)):
+    for mk in (torchs(secret), own(secret), own(lambda: (o for o in Lines()))):
         def f(rank):
             with pytest.raises(TypeError): trained(2, rank is not None, mk=mk)
         f(None)
         on_ranks(f, join=False)
 
-unsized = dict(torch=lambda bs: TorchLoader(Lines(known=False), batch_size=bs), workers=lambda bs: TorchLoader(Lines(50, False), batch_size=bs, num_workers=2, worker_init_fn=sharded),
-    fastai=lambda bs: DataLoader(Lines(known=False, shuffle=True), bs=bs), short=lambda bs: DataLoader(Lines(), bs=bs, n=100), long=lambda bs: DataLoader(Lines(), bs=bs, n=40))
+unsized = dict(torch=torchs(secret), workers=torchs(partial(Lines, 50, False), num_workers=2, worker_init_fn=sharded),
+    fastai=own(partial(Lines, known=False, shuffle=True)), short=own(Lines, n=100), long=own(Lines, n=40))
 
 def by_batch(size, ctx, mk):
     learn = learner(g//size, mk=mk)
@@ -175,8 +176,7 @@ def by_batch(size, ctx, mk):
     with learn.distrib_ctx() if ctx else nullcontext(), learn.no_logging(), learn.no_bar(): learn.fit(2)
     return torch.cat([o.detach().flatten() for o in learn.model.parameters()]),learn.steps,learn.recorder.values
 
-@pytest.mark.parametrize('name', unsized)
-@pytest.mark.parametrize('size', (2,3))
+@pytest.mark.parametrize('name,size', [(k, 2+i%2) for i,k in enumerate(unsized)])
 def test_a_learner_that_asks_for_no_length(name, size):
     w,steps,values = by_batch(1, False, unsized[name])
     for o in on_ranks(lambda rank: by_batch(size, True, unsized[name]), size, join=False):
@@ -189,6 +189,66 @@ class OwnPart(Lines):
     def __iter__(self): return iter(self.rows[dist.get_rank()::dist.get_world_size()])
 
 def shared_out(rank):
-    with pytest.raises(ValueError, match='different streams') as e: trained(2, True, mk=lambda bs: DataLoader(OwnPart(), bs=bs))
+    with pytest.raises(ValueError, match='different streams') as e: trained(2, True, mk=own(OwnPart))
 
 def test_a_stream_shared_out_by_rank_is_an_error(): on_ranks(shared_out, join=False, timeout=30)
+
+class OwnCollate(DataLoader):
+    def create_batch(self, b): return tuple(torch.stack(o)*2 for o in zip(*b))
+
+class Counting(torch.utils.data.Sampler):
+    "Another order each epoch, by a state of its own"
+    epoch = 0
+    def __iter__(self):
+        self.epoch += 1
+        return iter(torch.randperm(n, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+    def __len__(self): return n
+
+def gen(): return torch.Generator().manual_seed(1)
+def weighted(): return WeightedRandomSampler(torch.arange(n).float()+1, 50)
+
+kinds = dict(default=own(cls=TfmdDL, shuffle=True, drop_last=True), persistent=own(shuffle=True, num_workers=1, persistent_workers=True),
+    pinned=own(shuffle=True, num_workers=1, pin_memory=True), own_batch=own(cls=OwnCollate, shuffle=True),
+    lambdas=own(shuffle=True, num_workers=1, after_item=lambda o: (o[0]+1,o[1]), create_batch=lambda b: [torch.stack(o) for o in zip(*b)]),
+    torch_persistent=torchs(shuffle=True, num_workers=2, persistent_workers=True), torch_weighted=torchs(sampler=weighted),
+    generator=torchs(shuffle=True, generator=gen), subset=torchs(sampler=lambda: SubsetRandomSampler(range(0, n, 2))), counting=torchs(sampler=Counting),
+    batch_sampler=lambda bs: TorchLoader(Rows(), batch_sampler=BatchSampler(SubsetRandomSampler(range(n)), bs, True)))
+
+@pytest.mark.parametrize('name', kinds)
+def test_kinds_of_loaders(name): same_as_alone(3 if name in ('default','torch_weighted','batch_sampler') else 2, mk=kinds[name])
+
+def larger(size, learn): train(learn).batch_sampler.batch_size = 24//size
+def weights_of(size, learn): train(learn).sampler.weights = torch.ones(n)
+def collate(size, learn): train(learn).collate_fn = lambda b: tuple(torch.stack(o)*3 for o in zip(*b))
+
+@pytest.mark.parametrize('f', (larger,weights_of,collate))
+def test_torch_loaders_changed(f): same_as_alone(2, cbs=at(f), mk=torchs(sampler=weighted))
+
+class Broken(Rows):
+    "Some files cannot be read"
+    def __getitem__(self, i):
+        if i%10==3: raise SkipItemException()
+        return super().__getitem__(i)
+
+def test_skipped_samples():
+    "One process fills its batches up, ranks make theirs smaller: the same samples, in as many steps on all ranks"
+    alone,ranks = trained(1, False, mk=own(Broken)),on_ranks(lambda rank: trained(2, True, mk=own(Broken)), join=False)
+    for e in range(3): test_eq(sorted(ranks[0][1][e]+ranks[1][1][e]), sorted(alone[1][e]))
+    test_eq(ranks[0][2], ranks[1][2])
+
+def pids(size):
+    "The processes that fetched the batches of each epoch"
+    learn,seen = learner(g//size, mk=torchs(Where, num_workers=1, persistent_workers=True)),[]
+    class Note(Callback):
+        def before_batch(self):
+            if self.training: seen.append((self.epoch,int(self.yb[0][0,1])))
+    learn.loss_func = lambda p,y: ((p-y[:,:1])**2).mean()
+    learn.add_cb(Note())
+    learn.dls.loaders[1] = []
+    with learn.distrib_ctx(), learn.no_logging(), learn.no_bar(): learn.fit(3)
+    return len({p for _,p in seen})
+
+class Where(Rows):
+    def __getitem__(self, i): return self.x[i],torch.tensor([self.y[i].item(),os.getpid()])
+
+def test_workers_persist_where_nothing_changes(): test_eq(on_ranks(lambda rank: pids(2), join=False), [1,1])
