@@ -303,7 +303,6 @@ def _raw(self:DistributedDL, samps, g):
     if self.order.dataset is not None: self.order.it = iter(self.order.dataset)
     yield from chunked(filter(lambda x: x is not None, map(self._as_is, samps)), g, self.drop_last)
 
-# %% ../nbs/04_data.ipynb #c813ffbe
 @patch
 def _slice(self:DistributedDL, m):
     "Positions of this rank's part of a batch of `m` samples of all ranks"
