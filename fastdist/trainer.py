@@ -147,17 +147,17 @@ def _share(self:DistributedTrainer, dl, cls):
     if self.size==1 or not isinstance(dl, (DataLoader,TorchLoader)): return dl
     if isinstance(dl, DistributedDL): dl = dl.dl
     share = self._shares.get((id(dl),cls))
-    if share is None: share = cls(dl, self._job.world.rank, self.size, self._job.world.device, self._split_bs)
+    if share is None: share = cls(dl, self._job.world.rank, self.size, self._job.world.device, partial(_split_bs, self.split, self.size))
     share.follow()
     mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
     if self._fitting: self._shares = {(id(o.dl),type(o)):o for o in (*self._shares.values(),share) if any(o.dl is l for l in mine)}
     return share
 
-@patch
-def _split_bs(self:DistributedTrainer, bs):
-    if not self.split or bs is None: return bs
-    if bs%self.size: raise OptionError('split_batches', True, f'{self.size} ranks cannot split a batch of {bs}. HINT: a multiple of {self.size}')
-    return bs//self.size
+def _split_bs(split, size, bs):
+    "Samples of one of `size` ranks, of a batch of `bs`"
+    if not split or bs is None: return bs
+    if bs%size: raise OptionError('split_batches', True, f'{size} ranks cannot split a batch of {bs}. HINT: a multiple of {size}')
+    return bs//size
 
 # %% ../nbs/09_trainer.ipynb #ce47b5f0
 @patch

@@ -1,5 +1,5 @@
 "What people do to their data during a fit, on ranks as in one process with as many samples in a batch"
-import os,random,pytest
+import os,pickle,random,pytest
 from contextlib import nullcontext
 from torch import distributed as dist
 from torch.utils.data import IterableDataset,TensorDataset,WeightedRandomSampler,BatchSampler,SubsetRandomSampler
@@ -252,3 +252,14 @@ class Where(Rows):
     def __getitem__(self, i): return self.x[i],torch.tensor([self.y[i].item(),os.getpid()])
 
 def test_workers_persist_where_nothing_changes(): test_eq(on_ranks(lambda rank: pids(2), join=False), [1,1])
+
+class Packed(Callback):
+    "What a data worker gets that is a new Python"
+    def before_batch(self): self.learn.packed = pickle.dumps(self.dl)
+
+def packed(rank):
+    learn = learner(6, own(cls=TfmdDL, num_workers=0), cbs=Packed())
+    with learn.distrib_ctx(split_batches=True), learn.no_logging(), learn.no_bar(): learn.fit(1)
+    return len(learn.packed)
+
+def test_a_share_goes_to_workers_without_the_learner(): assert max(on_ranks(packed, join=False))<10000
