@@ -8,6 +8,7 @@
 - `fastdist.comm`: Collectives over nested structures, and who goes first
 - `fastdist.data`: A data loader's share for each rank
 - `fastdist.desync`: Do all ranks still train the same model?
+- `fastdist.digest`: What a loader holds, in a few plain values that ranks can compare
 - `fastdist.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.exchanges`: Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
 - `fastdist.head`: The same object in the head, before there are ranks, and in each rank

@@ -13,36 +13,36 @@ __all__ = ['DistributedDL', 'StepDL', 'EvalDL']
 
 # %% ../nbs/04_data.ipynb #41158b0b
 import copy,random,torch,numpy as np
+from contextlib import contextmanager,nullcontext
 from itertools import chain
-from torch.utils.data import BatchSampler,DistributedSampler,IterableDataset
+from torch import distributed as dist
+from torch.utils.data import BatchSampler,DistributedSampler,IterableDataset,get_worker_info
 from torch.utils.data import DataLoader as TorchLoader
-from accelerate.data_loader import IterableDatasetShard
 from fastcore.all import *
-from fastai.torch_core import to_detach,to_device
-from fastai.data.load import DataLoader,_FakeLoader,SkipItemException
+from fastai.torch_core import apply,to_detach,to_device
+from fastai.data.load import DataLoader,_FakeLoader,_loaders,SkipItemException
 from fastai.data.core import Pipeline,TfmdDL
 from fastai.learner import _ConstantFunc
 from .world import *
+from .comm import *
 from .randomness import *
 from .order import *
+from .digest import *
 
 # %% ../nbs/04_data.ipynb #11f50150
 def _order_dl(dl, g):
-    "`dl` with batches of `g` samples, from which the global order is drawn; random state and shuffled documents are `dl`'s own"
-    if isinstance(dl, TorchLoader): return dl
-    if dl.bs in (None,g) or not hasattr(dl, 'make_chunks'): res = copy.copy(dl)
-    else:
-        state = random.getstate()
-        res = dl.new(bs=g)
-        random.setstate(state)
-        res.items,res.lens,res.rng = dl.items,dl.lens,dl.rng
-        res.make_chunks()
-    res.bs = g if dl.bs else None
+    "`dl`; in the place of one whose items depend on its batch size one with batches of `g`, whose random state and shuffled documents are `dl`'s own"
+    if isinstance(dl, TorchLoader) or dl.bs in (None,g) or not hasattr(dl, 'make_chunks'): return dl
+    state = random.getstate()
+    res = dl.new(bs=g)
+    random.setstate(state)
+    res.items,res.lens,res.rng = dl.items,dl.lens,dl.rng
+    res.make_chunks()
     return res
 
 # %% ../nbs/04_data.ipynb #dc277763
 class DistributedDL(TfmdDL):
-    "A `TfmdDL` that gives this rank's share of `dl`, in blocks"
+    "A `TfmdDL` that gives this rank's share of `dl`, in blocks; what changes in `dl` holds from the next pass on"
     _default,pad,slicing = 'dl',True,False
 
     def __init__(self,
@@ -50,91 +50,147 @@ class DistributedDL(TfmdDL):
         rank:int=None, # This rank; the process's by default
         world_size:int=None, # Number of ranks; the job's by default. With both given no process group is needed
         device=None, # Device of the batches; `dl`'s by default
-        bs:int=None # Samples of one rank in a batch; `dl`'s by default
+        of_rank:callable=noop # Turns `dl`'s batch size into that of a rank; the same by default
     ):
         if isinstance(dl, DistributedDL): dl = dl.dl
-        w = this_world() if rank is None or world_size is None else World()
+        self._in_job = rank is None or world_size is None
+        w = this_world() if self._in_job else World()
         self.rank,self.world_size,self.in_step = ifnone(rank, w.rank),ifnone(world_size, w.size),False
         World(self.rank, self.world_size)
-        self.dl,self.torch = dl,isinstance(dl, TorchLoader)
-        self._copy_settings(dl.batch_size if self.torch else dl.bs, bs)
-        self.device = ifnone(device, getattr(dl, 'device', None))
+        self.dl,self.torch,self._of_rank,self._device_given = dl,isinstance(dl, TorchLoader),of_rank,device
+        self.num_workers,self.offs,self.weights,self.totals,self.drawn,self._workers,self._look,self._done,self._sizes = 1,0,{},{},None,None,False,0,[]
+        self.follow()
 
-    def _copy_settings(self, dl_bs, bs):
-        dl = self.dl
-        self.bs = ifnone(bs, dl_bs)
-        self.order = _order_dl(dl, self.bs and self.bs*self.world_size)
-        self.slicing = self.slicing or hasattr(self.order, 'make_chunks')
-        self.dataset,self.drop_last,self.pin_memory = dl.dataset,dl.drop_last,dl.pin_memory
-        self.n,self.num_workers,self.offs,self.weights = self._count(),1,0,{}
-        self._loader = self._torch_loader() if self.torch else None
-        if self.torch: return
-        self.after_item,self.before_batch,self.after_batch = dl.after_item,dl.before_batch,dl.after_batch
-        self.indexed,self.shuffle,self.timeout = dl.indexed,dl.shuffle,dl.timeout
-        f = dl.fake_l
-        self.fake_l = _FakeLoader(self, f.pin_memory, f.num_workers, f.timeout, persistent_workers=f.persistent_workers, pin_memory_device=f.pin_memory_device)
+# %% ../nbs/04_data.ipynb #f040ae33
+@patch
+def follow(self:DistributedDL):
+    "Take over what `dl` says now; data workers that persist stay where nothing changed for them"
+    dl,(bs,self.drop_last) = self.dl,batching(self.dl)
+    self.bs = self._of_rank(bs)
+    self.order = _order_dl(dl, self.bs and self.bs*self.world_size)
+    self.n,self.dataset,self.pin_memory,self.indexed = n_samples(self.order),dl.dataset,dl.pin_memory,not self._streams
+    self.slicing = type(self).slicing or hasattr(self.order, 'make_chunks') or self._streams
+    if not self.torch: self.shuffle,self.timeout = dl.shuffle,dl.timeout
+    if (key:=self._worker_key())!=self._workers: self._workers,self._loader,self.fake_l = key,*self._new_loader(*key)
+    device = ifnone(self._device_given, getattr(dl, 'device', None))
+    if not hasattr(self, '_device') or self._device!=device: self.device = device
+
+# %% ../nbs/04_data.ipynb #6b1e7603
+_for_workers = 'num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers'.split()
+
+@patch
+def _worker_key(self:DistributedDL):
+    "What data workers know; where it changes they are started anew"
+    dl = self.dl
+    if self.torch: return *(id(getattr(dl, k)) for k in [*_for_workers,'dataset','sampler','batch_sampler']),self._streams and (self.bs,self.drop_last)
+    f = dl.fake_l
+    return f.pin_memory,f.num_workers,f.timeout,f.persistent_workers,f.pin_memory_device
+
+@patch
+def _new_loader(self:DistributedDL, *key): return (self._torch_loader(),None) if self.torch else (None,_FakeLoader(self, *key))
 
 # %% ../nbs/04_data.ipynb #73d93168
-@patch
-def _count(self:DistributedDL):
-    "Samples in the global order, `None` where nobody knows"
-    o = self.order
-    if not self.torch: return getattr(o, 'partial_n', None) or o.n
-    try:
-        if isinstance(o.dataset, IterableDataset): return len(o.dataset)
-        return len(o.batch_sampler) if self._whole else len(o.sampler)
-    except TypeError: return None
-
 @patch(as_prop=True)
 def _whole(self:DistributedDL):
     "Are batches dealt out whole, as the user's own batch sampler made them?"
-    return self.torch and self.order.batch_sampler is not None and type(self.order.batch_sampler) is not BatchSampler
+    return self.torch and self.dl.batch_sampler is not None and type(self.dl.batch_sampler) is not BatchSampler
 
-@patch
-def __len__(self:DistributedDL):
-    if self.n is None: raise TypeError('the number of samples is not known')
-    if self.torch and isinstance(self.order.sampler, DistributedSampler): return len(self.dl)
-    bs = 1 if self._whole else self.bs or 1
-    if not self.slicing: return ceil_div(self.n, self.world_size)//bs if self.drop_last else ceil_div(ceil_div(self.n, self.world_size), bs)
-    full,m = divmod(self.n, bs*self.world_size)
-    lo,hi = part(m, self.rank, self.world_size)
-    return full + int(m>0 and (self._whole or not self.drop_last) and (self.pad or hi>lo))
+@patch(as_prop=True)
+def _streams(self:DistributedDL):
+    "Is the data set one that cannot be asked for its third sample?"
+    return isinstance(self.dl.dataset, IterableDataset) if self.torch else not self.dl.indexed
+
+@patch(as_prop=True)
+def _dealt(self:DistributedDL):
+    "Does the user's own `DistributedSampler` deal out the samples?"
+    return self.torch and isinstance(sampler(self.dl), DistributedSampler)
 
 # %% ../nbs/04_data.ipynb #71b1413e
 @patch
-def _part(self:DistributedDL, n, rank):
-    "Positions of the share of `rank` in an order of `n`"
-    if not self.slicing: return block(n, rank, self.world_size)
-    size = 1 if self._whole else self.bs or 1
-    return slices(n, size, rank, self.world_size, self.drop_last and not self._whole, self.pad)
+def __len__(self:DistributedDL):
+    now = copy.copy(self)
+    now.follow()
+    if not self.torch and self.slicing and _own_length(now.order):
+        with now._as_one() as o: return len(o)
+    return now._n_batches(self.rank)
+
+def _own_length(dl): return type(dl).__len__ is not DataLoader.__len__ and not hasattr(dl, 'partial_n')
+
+@patch
+def _n_batches(self:DistributedDL, rank):
+    if self.n is None: raise TypeError('the number of samples is not known. HINT: give the data set a `__len__`, or fastai\'s `DataLoader` the argument n')
+    if self._dealt: return len(self.dl)
+    bs,drop = 1 if self._whole else self.bs or 1,self.drop_last and not self._whole
+    if not self.slicing: return ceil_div(self.n, self.world_size)//bs if drop else ceil_div(ceil_div(self.n, self.world_size), bs)
+    full,m = divmod(self.n, bs*self.world_size)
+    lo,hi = part(m, rank, self.world_size)
+    return full + int(m>0 and not drop and (self.pad or hi>lo))
 
 # %% ../nbs/04_data.ipynb #75fa93b5
 @patch
-def _agree(self:DistributedDL, draw):
-    "The order that `draw` gives: of ranks in step the same, from rank 0's random state"
-    self.drawn = None
-    if not self.in_step: return draw(self.order)
-    self.in_step = False
-    with rank0_random(self.order): idxs = draw(self.order)
-    res = agreed(idxs)
-    self.drawn = None if res is idxs else (idxs,res)
-    return res
-
-@patch
-def as_drawn(self:DistributedDL)->np.ndarray: # `None` where nothing is to be done
-    "Which rows of the global order stand where this rank, which had drawn its own order for `get_preds`, will look for them"
-    if self.drawn is None or not isinstance(vars(self.dl).get('get_idxs'), _ConstantFunc): return
-    mine,used = map(np.argsort, self.drawn)
-    return used[mine.argsort()]
+@contextmanager
+def _as_one(self:DistributedDL):
+    "`order`, for as long as this lasts with batches of all ranks"
+    o = self.order
+    if self.torch or self.bs is None:
+        yield o
+        return
+    bs,o.bs = o.bs,self.bs*self.world_size
+    try: yield o
+    finally: o.bs = bs
 
 @patch
 def get_idxs(self:DistributedDL):
     "This rank's share of the order"
     if self.n is not None and self.indexed: return self._deal(self._agree(global_order))
-    idxs,self.in_step = self.order.get_idxs(),False
-    if self.n is None: return self._endless(idxs) if self.indexed else idxs
-    self._weigh(self.n, self.bs or 1)
-    return idxs
+    idxs = self._begin_stream(lambda o: o.get_idxs())
+    if self.n is not None: self._weigh(self.n, self.bs or 1)
+    return self._endless(idxs) if self.indexed else idxs
+
+# %% ../nbs/04_data.ipynb #2ab73651
+@patch(as_prop=True)
+def _grouped(self:DistributedDL):
+    "Are there other ranks to exchange with? One who gave rank and size may mean other ranks than the group's"
+    if self._in_job: return grouped()
+    return self.world_size>1 and dist.is_initialized() and (dist.get_rank(),dist.get_world_size())==(self.rank,self.world_size)
+
+@patch
+def _joins(self:DistributedDL):
+    "Do all ranks begin this pass together?"
+    return not self._look and self._grouped
+
+@patch
+def _broadcast(self:DistributedDL, t, rank):
+    "`t` of `rank` for all ranks; without a group `t` itself"
+    return broadcast_obj(t, rank) if self._grouped else t
+
+# %% ../nbs/04_data.ipynb #a5a89037
+@patch
+def _drawn(self:DistributedDL, draw):
+    with self._as_one() as o: return draw(o)
+
+@patch
+def _agree(self:DistributedDL, draw):
+    "The order that `draw` gives, the same on all ranks"
+    if self._look: return self._drawn(draw)
+    with rank0_random(self.order) if self._joint else nullcontext(): idxs = self._drawn(draw)
+    if not isinstance(idxs, np.ndarray): return agreed(idxs) if self._joint else idxs
+    mine = idxs.tolist()
+    res = self._broadcast(mine, 0)
+    return idxs if res is mine else as_order(res)
+
+# %% ../nbs/04_data.ipynb #37af5c0f
+@patch
+def one_batch(self:DistributedDL):
+    "The first batch of this rank's share; nothing is exchanged"
+    self.follow()
+    if self.n is not None and len(self)==0: raise ValueError('this loader does not contain any batches')
+    self._look = True
+    try:
+        with nullcontext() if self.torch else self.fake_l.no_multiproc(): return first(self)
+    finally:
+        self._look = False
+        vars(self.order).pop('it', None)
 
 # %% ../nbs/04_data.ipynb #65b88781
 @patch
@@ -143,6 +199,13 @@ def _endless(self:DistributedDL, idxs):
     return (o for i,o in enumerate(idxs) if i//(self.bs or 1)%self.world_size==self.rank)
 
 # %% ../nbs/04_data.ipynb #b1fc78e1
+@patch
+def _part(self:DistributedDL, n, rank):
+    "Positions of the share of `rank` in an order of `n`"
+    if not self.slicing: return block(n, rank, self.world_size)
+    size = 1 if self._whole else self.bs or 1
+    return slices(n, size, rank, self.world_size, self.drop_last and not self._whole, self.pad)
+
 @patch
 def _deal(self:DistributedDL, idxs):
     self.n = len(idxs)
@@ -161,9 +224,8 @@ def _weigh(self:DistributedDL, n, bs):
 @patch
 def n_steps(self:DistributedDL)->int: # 0 where nobody knows
     "Steps of rank 0, which has as many as any other"
-    first = copy.copy(self)
-    first.rank = 0
-    return 0 if self.n is None else len(first)
+    if self._carries: return len(self._sizes)
+    return 0 if self.n is None else self._n_batches(0)
 
 @patch
 def total(self:DistributedDL,
@@ -177,17 +239,27 @@ def total(self:DistributedDL,
 def create_batches(self:DistributedDL, samps):
     "Batches of this rank from `samps`, by the user's `create_item`, `create_batch`, and so on"
     o = self.order
-    if 'create_batches' in vars(o) or type(o).create_batches is not DataLoader.create_batches: return self.dl.create_batches(samps)
+    if self._own_batches: return o.create_batches(samps)
+    if self._streams: return self._stream(samps)
     if o.dataset is not None: o.it = iter(o.dataset)
-    if self.bs is None and self.indexed: return map(o.do_batch, filter(lambda b: b is not None, map(o.do_item, samps)))
-    return (o.do_batch(b) for b in (self._chunks(samps) if self.indexed else self._stream(samps)))
+    if self.bs is None: return map(o.do_batch, filter(lambda b: b is not None, map(o.do_item, samps)))
+    return map(o.do_batch, self._chunks(samps))
+
+@patch(as_prop=True)
+def _own_batches(self:DistributedDL):
+    o = self.order
+    return 'create_batches' in vars(o) or type(o).create_batches is not DataLoader.create_batches
 
 @patch
 def _chunks(self:DistributedDL, samps):
-    for idxs in chunked(samps, self.bs):
+    for idxs in chunked(samps, self.bs, self.drop_last and not self.slicing):
         b = [o for o in map(self.order.do_item if self._transforms() else self._as_is, idxs) if o is not None]
-        if not b: raise ValueError(f'rank {self.rank} skipped all samples of a batch: {idxs}. HINT: leave them out of the data set')
+        if not b: raise self._skipped(idxs)
         yield b
+
+# %% ../nbs/04_data.ipynb #e9b394ce
+@patch
+def _skipped(self:DistributedDL, what): return ValueError(f'rank {self.rank} skipped all samples of a batch: {what}. HINT: leave them out of the data set')
 
 # %% ../nbs/04_data.ipynb #5606c128
 @patch
@@ -201,27 +273,83 @@ def _as_is(self:DistributedDL, i):
     try: return self.order.create_item(i)
     except SkipItemException: return None
 
+@patch
+def _transformed(self:DistributedDL, x):
+    try: return self.order.after_item(x)
+    except SkipItemException: return None
+
 # %% ../nbs/04_data.ipynb #733fe2dc
 @patch
 def sample(self:DistributedDL):
     "The part of the order that falls to this data worker"
-    idxs,bs,g = self._DataLoader__idxs,self.bs or 1,(self.bs or 1)*self.world_size
+    idxs,bs,g = self._idxs,self.bs or 1,(self.bs or 1)*self.world_size
     if not self.indexed or self.n is None: return (b for i,b in enumerate(idxs) if i//(bs if self.indexed else g)%self.num_workers==self.offs)
     return chain.from_iterable(listed(idxs[k:k+bs]) for k in range(self.offs*bs, len(idxs), self.num_workers*bs))
 
 @patch
 def _stream(self:DistributedDL, samps):
-    o,bs = self.order,self.bs or 1
-    for chunk in chunked(samps, bs*self.world_size):
-        raw = list(map(o.create_item, chunk))
-        if not raw or self.drop_last and len(raw)<bs*self.world_size: return
-        b = [x for x in map(self._keep, pick(raw, slices(len(raw), bs, self.rank, self.world_size, pad=self.pad))) if x is not None]
-        if b: yield b if self.bs else b[0]
+    "Of each global batch its size, a digest of its first sample, and this rank's slice, `None` where that is empty"
+    o,g = self.order,(self.bs or 1)*self.world_size
+    chunks = self._raw(samps, g)
+    for raw in drawn_alike(chunks, self.rank, o) if self._joint else chunks:
+        mine = pick(raw, self._slice(len(raw)))
+        b = [x for x in map(self._transformed, mine) if x is not None]
+        if mine and not b: raise self._skipped(mine)
+        yield len(raw),items_digest(raw[:1]),o.do_batch(b if self.bs else b[0]) if b else None
+
+# %% ../nbs/04_data.ipynb #42f89207
+@patch
+def _raw(self:DistributedDL, samps, g):
+    if self.order.dataset is not None: self.order.it = iter(self.order.dataset)
+    yield from chunked(filter(lambda x: x is not None, map(self._as_is, samps)), g, self.drop_last)
 
 @patch
-def _keep(self:DistributedDL, x):
-    try: return self.order.after_item(x)
-    except SkipItemException: return None
+def _slice(self:DistributedDL, m):
+    "Positions of this rank's part of a batch of `m` samples of all ranks"
+    return slices(m, self.bs or 1, self.rank, self.world_size, pad=self.pad)
+
+# %% ../nbs/04_data.ipynb #f902368a
+@patch(as_prop=True)
+def _carries(self:DistributedDL): return self._streams and (self.torch or not self._own_batches)
+
+@patch
+def _told(self:DistributedDL, batches):
+    "`batches`, of a stream without their sizes"
+    self._sizes,self._done = [],0
+    for b in batches:
+        if self._carries:
+            m,first,b = b
+            if self._joint and not self._sizes: self._compare(first)
+            self._account(m)
+            if b is None: continue
+        self._done += 1
+        yield b
+    if self._carries and self._joint and not self._sizes: self._compare(None)
+
+@patch
+def _compare(self:DistributedDL, first):
+    "Raise an error on all ranks unless their streams begin alike"
+    d = torch.tensor(int(first or '0', 16)>>2)
+    hi,lo = all_reduce(torch.stack([d, -d]), 'max').tolist()
+    if hi!=-lo: raise ValueError('Ranks read different streams: the first samples differ. HINT: give each rank the whole stream, it takes its part by itself; leave out what '
+        'shares it out by rank, and seed a random generator of its own alike on all ranks')
+
+# %% ../nbs/04_data.ipynb #c32d5921
+@patch
+def _account(self:DistributedDL, m):
+    k,(lo,hi),full = len(self._sizes),part(m, self.rank, self.world_size),m==(self.bs or 1)*self.world_size
+    self._sizes.append(m)
+    for d,v in ((self.weights,(hi-lo)*self.world_size/m), (self.totals,m)): d.pop(k, None) if full else d.__setitem__(k, v)
+
+# %% ../nbs/04_data.ipynb #6031fc47
+@patch
+def _begin_stream(self:DistributedDL, draw):
+    "What `draw` gives, with the seed of this rank's data workers drawn as rank 0's is"
+    if not self._joint: return self._drawn(draw)
+    with rank0_random(self.order):
+        res = self._drawn(draw)
+        if not self.torch and self.rank: self.fake_l.generator = torch.Generator().set_state(torch.get_rng_state())
+    return res
 
 # %% ../nbs/04_data.ipynb #cfe0ab45
 @patch
@@ -233,6 +361,9 @@ def randomize(self:DistributedDL):
 def before_iter(self:DistributedDL): self.order.before_iter()
 @patch
 def after_iter(self:DistributedDL): self.order.after_iter()
+
+for _k in ('after_item','before_batch','after_batch'):
+    setattr(DistributedDL, _k, property(lambda self, k=_k: getattr(self.dl, k, noop), lambda self, f, k=_k: setattr(self.dl, k, f)))
 
 # %% ../nbs/04_data.ipynb #55e19115
 @patch
@@ -249,12 +380,47 @@ def wif(self:DistributedDL):
 @patch
 def new(self:DistributedDL, dataset=None, cls=None, **kwargs):
     "This rank's share of `dl.new(dataset, **kwargs)`"
-    return type(self)(self.dl.new(dataset, **kwargs), self.rank, self.world_size, self.device)
+    res = type(self)(self.dl.new(dataset, **kwargs), self.rank, self.world_size, self.device, self._of_rank)
+    res._in_job,res.in_step = self._in_job,self.in_step
+    return res
+
+# %% ../nbs/04_data.ipynb #5114051b
+@patch
+def _to_detach(self:DistributedDL, b, cpu=True, gather=True):
+    "`b` detached, in a group the rows of all ranks"
+    b = to_detach(b, cpu, gather=False)
+    return apply(_of_all, b) if gather and self._grouped else b
+
+def _of_all(x):
+    if not isinstance(x, torch.Tensor): return x
+    return torch.cat(gather_rows(x)) if x.ndim else torch.cat(gather_rows(x[None])).mean()
 
 @patch
-def to_detach(self:DistributedDL, b, cpu=True, gather=True):
-    "`b` detached, on this rank alone"
-    return to_detach(b, cpu, gather=False)
+def to_detach(self:DistributedDL,
+    b, # The batch that came last, or what was made of it: tensors in any nesting
+    cpu:bool=True, # Bring it to the CPU?
+    gather:bool=True # Inside a group, gather the rows of all ranks?
+): # As `b`
+    "`b` detached, gathered and without padding"
+    b = self._to_detach(b, cpu, gather)
+    return apply(partial(_cut, *self._rows()), b) if gather and self._done else b
+
+# %% ../nbs/04_data.ipynb #adcffd2e
+def _cut(rows, padding, x):
+    if not padding or not isinstance(x, torch.Tensor) or not x.ndim or len(x)%rows: return x
+    return x[:len(x)-len(x)//rows*padding]
+
+# %% ../nbs/04_data.ipynb #77e65fcd
+@patch
+def _rows(self:DistributedDL):
+    "Rows of all ranks in the batch that came last, and how many of them, at the end, are padding"
+    j,size,bs = self._done-1,self.world_size,self.bs or 1
+    if self.slicing: return max(m:=self.total(j), size),max(size-m, 0)
+    if self.n is None or self._dealt: return 1,0
+    per = ceil_div(self.n, size)
+    if not self._whole: return (k:=min(bs, per-j*bs))*size,sum(min(max(r*per+j*bs+k-self.n, 0), k) for r in range(size))
+    at,lens = np.arange(size)*per+j,np.diff(self._starts)
+    return lens[at%self.n].sum(),lens[at[at>=self.n]%self.n].sum()
 
 # %% ../nbs/04_data.ipynb #79893216
 class _Batches:
@@ -265,30 +431,64 @@ class _Batches:
 
 @patch
 def _torch_loader(self:DistributedDL):
-    dl,same = self.dl,'num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor persistent_workers'
+    dl = self.dl
     self.seeds = torch.Generator()
-    kw = {k:getattr(dl, k) for k in same.split()} | dict(pin_memory_device=getattr(dl, 'pin_memory_device', ''), generator=self.seeds)
-    if isinstance(dl.sampler, DistributedSampler): return dl
-    if isinstance(dl.dataset, IterableDataset):
-        ds = IterableDatasetShard(dl.dataset, self.bs or 1, self.drop_last, self.world_size, self.rank)
-        return TorchLoader(ds, batch_size=self.bs, drop_last=self.drop_last, **kw)
+    kw = {k:getattr(dl, k) for k in _for_workers} | dict(pin_memory_device=getattr(dl, 'pin_memory_device', ''), generator=self.seeds)
+    if self._dealt: return dl
+    if self._streams: return TorchLoader(_Slices(self), batch_size=None, **kw|dict(collate_fn=_as_made, worker_init_fn=_WithOwn(dl.worker_init_fn)))
     how = dict(batch_size=None, sampler=_Batches()) if dl.batch_sampler is None else dict(batch_sampler=_Batches())
     return TorchLoader(dl.dataset, **how, **kw)
+
+# %% ../nbs/04_data.ipynb #5089f2e4
+class _Slices(IterableDataset):
+    "Of each global batch of a torch loader's stream its size, a digest of its first sample, and this rank's slice, `None` where that is empty"
+    def __init__(self, share):
+        self.dataset,self.collate,self.bs,self.drop_last = share.dl.dataset,share.dl.collate_fn,share.bs,share.drop_last
+        self.rank,self.joint = share.rank,False
+        self.g,self.slice = (share.bs or 1)*share.world_size,partial(slices, bs=share.bs or 1, rank=share.rank, size=share.world_size, pad=share.pad)
+
+    def __iter__(self):
+        chunks = chunked(self.dataset, self.g, self.drop_last)
+        for raw in drawn_alike(chunks, self.rank) if self.joint else chunks:
+            b = pick(raw, self.slice(len(raw)))
+            yield len(raw),items_digest(raw[:1]),self.collate(b if self.bs else b[0]) if b else None
+
+def _as_made(b): return b
+
+class _WithOwn:
+    "Calls the user's `init` in a data worker, with the user's data set where torch says it is"
+    def __init__(self, init): self.init = init
+    def __call__(self, i):
+        info = get_worker_info()
+        object.__setattr__(info, 'dataset', info.dataset.dataset) # torch forbids the plain way
+        if self.init: self.init(i)
 
 # %% ../nbs/04_data.ipynb #f4f2b361
 @patch
 def _draw(self:DistributedDL):
     "Draw the order of the user's samplers and keep this rank's batches of it"
     o = self.order
-    if isinstance(o.dataset, IterableDataset): return self._seed_workers(o)
-    if isinstance(o.sampler, DistributedSampler): return o.sampler.set_epoch(o.sampler.epoch+1)
+    if self._streams:
+        if self.n is not None: self._weigh(self.n, self.bs or 1)
+        self._loader.dataset.joint = self._joint
+        return self._begin_stream(self._seed_alike)
+    if self._dealt: return sampler(o).set_epoch(sampler(o).epoch+1)
     if self._whole: return self._fill(self._deal_whole(self._agree(lambda o: self._seed_workers(o) or list(o.batch_sampler))))
-    mine = listed(self._deal(self._agree(lambda o: self._seed_workers(o) or as_order(o.sampler))))
+    mine = listed(self._deal(self._agree(lambda o: self._seed_workers(o) or as_order(sampler(o)))))
     self._fill(list(chunked(mine, self.bs, self.drop_last and not self.slicing)) if self.bs else mine)
 
 @patch
+def _seed_alike(self:DistributedDL, o):
+    "Give this rank's data workers the seed that one process's would get"
+    if self._loader._iterator is not None: return
+    g = ifnone(o.generator, torch.default_generator)
+    self.seeds.set_state(g.get_state())
+    torch.empty((), dtype=torch.int64).random_(generator=g)
+
+@patch
 def _seed_workers(self:DistributedDL, o):
-    "Draw a seed when and where torch's loader does, and seed this rank's data workers by it"
+    "Draw a seed when and where torch's loader does, and seed this rank's data workers by it; workers that persist have theirs"
+    if self._loader._iterator is not None: return
     self.seeds.manual_seed(torch.empty((), dtype=torch.int64).random_(generator=o.generator).item()-self.rank)
 
 # %% ../nbs/04_data.ipynb #3e826717
@@ -308,27 +508,67 @@ def _deal_whole(self:DistributedDL, batches):
 @patch
 def _iter_torch(self:DistributedDL):
     self._draw()
-    for b in self._loader: yield b if self.device is None else to_device(b, self.device)
+    for b in self._told(self._loader): yield b if self.device is None else to_device(b, self.device)
 
 @patch
-def __iter__(self:DistributedDL): return self._iter_torch() if self.torch else super(DistributedDL, self).__iter__()
+def _iter_own(self:DistributedDL):
+    self.randomize()
+    self.before_iter()
+    self._idxs = self.get_idxs()
+    for b in self._told(_loaders[self.fake_l.num_workers==0](self.fake_l)):
+        if self.pin_memory and type(b)==list: b = tuple(b)
+        yield self.after_batch(b if self.device is None else to_device(b, self.device))
+    self.after_iter()
+    vars(self.order).pop('it', None)
+
+@patch
+def __iter__(self:DistributedDL):
+    self.follow()
+    self.weights,self.totals,self._joint = {},{},self._joins()
+    return self._iter_torch() if self.torch else self._iter_own()
 
 # %% ../nbs/04_data.ipynb #9032e166
 @patch
 def positions(self:DistributedDL,
     rank:int # Any rank
-)->np.ndarray: # `None` where a torch loader deals samples out by itself
+)->np.ndarray: # `None` where the user's loader deals samples out by itself
     "Place in the global order of each sample of `rank`"
-    o = self.order
-    if self.n is None or self.torch and (isinstance(o.dataset, IterableDataset) or isinstance(o.sampler, DistributedSampler)): return
+    if self._carries: return self._streamed(rank)
+    if self.n is None or self._dealt: return
     pos = self._part(self.n, rank)
     return np.concatenate([np.arange(*self._starts[k:k+2]) for k in pos] or [pos]) if self._whole else pos
+
+@patch
+def _streamed(self:DistributedDL, rank):
+    starts = np.cumsum([0]+self._sizes)
+    return np.concatenate([[], *(o+slices(m, self.bs or 1, rank, self.world_size, pad=self.pad) for o,m in zip(starts, self._sizes))]).astype(int)
 
 # %% ../nbs/04_data.ipynb #6bccc13c
 class StepDL(DistributedDL):
     "Slices of each global batch: for training, with the same number of steps on every rank"
     slicing = True
+    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
+
+    def _joins(self):
+        res,self.in_step = self.in_step,False
+        return res
+
+    def _agree(self, draw):
+        self.drawn = None
+        if not self._joint: return self._drawn(draw)
+        with rank0_random(self.order): idxs = self._drawn(draw)
+        res = agreed(idxs)
+        self.drawn = None if res is idxs else (idxs,res)
+        return res
 
 class EvalDL(StepDL):
     "Slices of each global batch, without padding: for evaluation, where a rank may have fewer batches than others, or none"
     pad = False
+
+# %% ../nbs/04_data.ipynb #e1f704c3
+@patch
+def as_drawn(self:StepDL)->np.ndarray: # `None` where nothing is to be done
+    "Which rows of the global order stand where this rank, which had drawn its own order for `get_preds`, will look for them"
+    if self.drawn is None or not isinstance(vars(self.dl).get('get_idxs'), _ConstantFunc): return
+    mine,used = map(np.argsort, self.drawn)
+    return used[mine.argsort()]

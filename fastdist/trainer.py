@@ -144,27 +144,27 @@ def unwrap(self:DistributedTrainer):
 # %% ../nbs/09_trainer.ipynb #9387e0eb
 @patch
 def _share(self:DistributedTrainer, dl, cls):
-    "This rank's share of `dl`, the same one throughout a fit; a list of batches is no loader and stays what it is"
+    "This rank's share of `dl`, for a loader of the Learner the same one throughout a fit; a list of batches is no loader and stays what it is"
     if self.size==1 or not isinstance(dl, (DataLoader,TorchLoader)): return dl
     if isinstance(dl, DistributedDL): dl = dl.dl
-    if (id(dl),cls) not in self._shares:
-        share = cls(dl, self._job.world.rank, self.size, self._job.world.device, self._split_bs(dl))
-        if not self._fitting or not any(dl is o for o in self.learn.dls.loaders): return share
-        self._shares[id(dl),cls] = share
-    return self._shares[id(dl),cls]
+    share = self._shares.get((id(dl),cls))
+    if share is None: share = cls(dl, self._job.world.rank, self.size, self._job.world.device, partial(_split_bs, self.split, self.size))
+    share.follow()
+    mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
+    if self._fitting: self._shares = {(id(o.dl),type(o)):o for o in (*self._shares.values(),share) if any(o.dl is l for l in mine)}
+    return share
 
-@patch
-def _split_bs(self:DistributedTrainer, dl):
-    bs = dl.batch_size if isinstance(dl, TorchLoader) else dl.bs
-    if not self.split or bs is None: return
-    if bs%self.size: raise OptionError('split_batches', True, f'{self.size} ranks cannot split a batch of {bs}. HINT: a multiple of {self.size}')
-    return bs//self.size
+def _split_bs(split, size, bs):
+    "Samples of one of `size` ranks, of a batch of `bs`"
+    if not split or bs is None: return bs
+    if bs%size: raise OptionError('split_batches', True, f'{size} ranks cannot split a batch of {bs}. HINT: a multiple of {size}')
+    return bs//size
 
 # %% ../nbs/09_trainer.ipynb #ce47b5f0
 @patch
 def _check_steps(self:DistributedTrainer):
     share = self._share(self.learn.dls.train, StepDL)
-    if self.size==1 or len(share): return
+    if self.size==1 or share.n is None or len(share): return
     hint = 'a smaller batch size, drop_last=False, or fewer ranks' if share.n else 'a data set that is not empty'
     raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.bs}{" and drop_last" if share.drop_last else ""}, '
         f'so nothing would be trained. HINT: {hint}')
@@ -175,7 +175,8 @@ def _startup(self:DistributedTrainer):
     nodes = f'{w.num_nodes} node{"s" if w.num_nodes>1 else ""}'
     where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {w.backend.split(":")[-1]}, from {w.source}'
     batches = f'batches of {share.bs} a rank, {share.bs*w.size} in all' if share.bs else f'{w.size} batches a step'
-    return f'{where}; {batches}, {len(share)} steps an epoch'
+    steps = f', {len(share)} steps an epoch' if share.n is not None else ''
+    return f'{where}; {batches}{steps}'
 
 # %% ../nbs/09_trainer.ipynb #84d4eb99
 @patch

@@ -52,15 +52,15 @@ def test_a_rank_that_is_late_is_waited_for(): test_eq([o[0] for o in on(2, gathe
 
 def other(what):
     def f(rank):
-        learn = digits(n=180, bs=16-8*rank if what=='batch size' else 16, opt_func=SGD if rank or what!='optimizers' else Adam)
+        learn = digits(n=180, bs=16-8*rank if what=='training batch size' else 16, opt_func=SGD if rank or what!='optimizers' else Adam)
         if rank and what=='loss functions': learn.loss_func = MSELossFlat()
         if rank and what=='metrics': learn.metrics = L(AvgMetric(error_rate))
-        if rank and what=='number of samples': learn.dls.train.dataset.pop()
+        if rank and what=='number of training samples': learn.dls.train.dataset.pop()
         if rank and what=='parameters': learn.model = nn.Sequential(nn.Linear(64,10))
         with quiet(learn), learn.distrib_ctx(): return heard(learn.fit, 1+(rank and what=='numbers of epochs'))
     return f
 
-@pytest.mark.parametrize('what', ['batch size','numbers of epochs','loss functions','metrics','number of samples','parameters','optimizers'])
+@pytest.mark.parametrize('what', ['training batch size','numbers of epochs','loss functions','metrics','number of training samples','parameters','optimizers'])
 def test_what_ranks_must_have_alike(what):
     for how,text,soon in on_ranks(other(what), join=False): assert (how,soon)==('ValueError',True) and what in text and text.startswith('Ranks have different')
 
@@ -180,3 +180,15 @@ def test_a_rank_that_never_enters_is_named():
     *res,_ = on_ranks(f, 3, join=False)
     for how,text,soon in res: assert soon and how in ('TimeoutError','RankError') and 'HINT: every rank has to come there' in text
     assert any('for rank 2 to come there' in o[1] for o in res)
+
+def unseeded(rank):
+    "Each rank holds out other samples"
+    random.seed(rank)
+    torch.manual_seed(rank)
+    xs = torch.randn(40, 4)
+    dsets = Datasets(list(range(40)), [lambda i: xs[i], lambda i: xs[i].sum()], splits=RandomSplitter()(range(40)))
+    learn = Learner(dsets.dataloaders(bs=4, num_workers=0), nn.Linear(4,1), loss_func=MSELossFlat())
+    with quiet(learn), learn.distrib_ctx(): return heard(learn.fit, 1)
+
+def test_an_unseeded_split():
+    for how,text,soon in on_ranks(unseeded, 3, join=False): assert (how,soon)==('ValueError',True) and 'training items' in text and 'Seed' in text
