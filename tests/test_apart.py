@@ -52,10 +52,9 @@ def test_a_rank_that_is_late_is_waited_for(): test_eq([o[0] for o in on(2, gathe
 
 def other(what):
     def f(rank):
-        learn = digits(n=180, bs=16-8*rank if what=='training batch size' else 16, opt_func=SGD if rank or what!='optimizers' else Adam)
+        learn = digits(n=180-10*(rank and what=='number of training samples'), bs=16-8*rank if what=='training batch size' else 16, opt_func=SGD if rank or what!='optimizers' else Adam)
         if rank and what=='loss functions': learn.loss_func = MSELossFlat()
         if rank and what=='metrics': learn.metrics = L(AvgMetric(error_rate))
-        if rank and what=='number of training samples': learn.dls.train.dataset.pop()
         if rank and what=='parameters': learn.model = nn.Sequential(nn.Linear(64,10))
         with quiet(learn), learn.distrib_ctx(): return heard(learn.fit, 1+(rank and what=='numbers of epochs'))
     return f
