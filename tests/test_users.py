@@ -143,7 +143,7 @@ def check_numbers(w, ranks, one):
             if k!='rank' and (w.exact or k=='n_steps'): assert near(o[k], v), f'{k} of rank {o["rank"]}: {o[k]}\nin one process: {v}'
         for k,v in ranks[0].items(): assert k=='rank' or near(o[k], v, 1e-6), f'{k} of rank {o["rank"]}: {o[k]}\nof rank 0: {v}'
 
-def check_text(w, shown, one):
+def check_text(w, shown, one, how):
     "The terminal shows each line that one process shows, once; those that are to be there besides; and no others"
     text = lines(shown, w.exact)
     for o in w.shows:
@@ -152,6 +152,7 @@ def check_text(w, shown, one):
     want = lines(one, w.exact) if one else text
     assert [o[0] for o in text]==[o[0] for o in want], f'ranks show {sorted(set(map(str, text))^set(map(str, want)))}'
     assert near(json.loads(json.dumps(text)), json.loads(json.dumps(want)), 1e-4)
+    assert not one or bool(bar.search(shown.raw))==bool(bar.search(one.raw)) or how=='kernel', 'a progress bar'
     tables = sum('train_loss' in o for o in screen(shown.raw))
     assert 1<=len(started.findall(shown.raw))<=max(1, tables) or not tables, 'how many ranks there are is said once'
 
@@ -178,7 +179,7 @@ def test_users(terminal, case):
         if w.fails: return check_error(w, shown)
         assert shown.code==0, f'exit code {shown.code}'
         if one: check_numbers(w, results(shown), results(one)[0])
-        check_text(w, shown, one)
+        check_text(w, shown, one, how)
     except AssertionError as e: raise AssertionError('\n'.join([str(e), f'The terminal shows, after {shown.seconds:.1f} s:', *screen(shown.raw)])) from None
 
 def test_one_download_for_all_ranks(terminal):

@@ -16,7 +16,6 @@ class Stream(IterableDataset):
             yield x,x.sum().view(1)
 
 accelerator = Accelerator(project_dir='.')
-accelerator.gradient_accumulation_steps = 1
 sums,stops = [],[]
 for fold in range(2):
     torch.manual_seed(39+fold)

@@ -20,7 +20,8 @@ class Rows(Dataset):
 def collate(rows): return {k:torch.stack([o[k] for o in rows]) for k in ('x','y')}
 
 torch.manual_seed(38)
-accelerator = Accelerator(gradient_accumulation_steps=2)
+accelerator = Accelerator()
+accelerator.gradient_accumulation_steps = 2
 train_dl = DataLoader(Rows(96, 0), shuffle=False, collate_fn=collate, batch_size=bs, num_workers=1)
 eval_dl = DataLoader(Rows(37, 1), collate_fn=collate, batch_size=2*bs)
 model = nn.Sequential(nn.Linear(6,8), nn.Tanh(), nn.Linear(8,2))
