@@ -1,6 +1,6 @@
 # fails: (?i)batch size|\bbs\b
 # fails: 16
-# fails: (?i)rank 1
+# fails: (?i)ranks
 # alone: no
 # A rank has less memory, so its author gives it smaller batches
 from fastai.vision.all import *

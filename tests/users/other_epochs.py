@@ -1,5 +1,5 @@
 # fails: (?i)epoch
-# fails: (?i)rank 1
+# fails: (?i)ranks
 # fails: \b3\b
 # fails: \b2\b
 # alone: no
