@@ -419,6 +419,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'fastdist.learner._say_apart': ('learner.html#_say_apart', 'fastdist/learner.py'),
                                   'fastdist.learner.blamed': ('learner.html#blamed', 'fastdist/learner.py'),
                                   'fastdist.learner.maybe_gather': ('learner.html#maybe_gather', 'fastdist/learner.py'),
+                                  'fastdist.learner.print_once': ('learner.html#print_once', 'fastdist/learner.py'),
                                   'fastdist.learner.take_over': ('learner.html#take_over', 'fastdist/learner.py'),
                                   'fastdist.learner.trains_apart': ('learner.html#trains_apart', 'fastdist/learner.py')},
             'fastdist.lifeline': { 'fastdist.lifeline.Lifeline': ('lifeline.html#lifeline', 'fastdist/lifeline.py'),

@@ -17,7 +17,7 @@ __all__ = ['WorldError', 'World', 'from_ranks', 'expand_hosts', 'from_slurm', 't
            'Membership', 'group_owner', 'setup_distrib', 'teardown_distrib']
 
 # %% ../nbs/00_world.ipynb #ecb58bb4
-import gc,os,re,socket,stat,torch
+import gc,os,re,socket,stat,sys,torch
 import torch.distributed.nn.functional
 from contextlib import closing,suppress
 from dataclasses import dataclass,replace
@@ -254,11 +254,12 @@ class Membership:
         torch.set_num_threads(max(1, self.threads//n))
 
     def _make_group(self, timeout, backend):
-        store,before = job_store(self.world),sockets()
+        store,before,hook = job_store(self.world),sockets(),sys.excepthook
         nth = store.add(f'group/{self.world.rank}', 1)
         store = PrefixStore(f'group{nth}', store)
         with modified_env(TORCH_DIST_INIT_BARRIER='1'):
             dist.init_process_group(backend, store=store, rank=self.world.rank, world_size=self.world.size, timeout=timeout)
+        if getattr(hook, '__name__', '')=='_distributed_excepthook': sys.excepthook = hook # an earlier group's, which names this rank already
         self.joined,self.how,self.lines = True,(timeout, backend),{k:v for k,v in sockets().items() if before.get(k)!=v}
         _owners.append(self)
 

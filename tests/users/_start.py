@@ -1,0 +1,152 @@
+"""Start users' scripts on a terminal, and show what is on it in the end: `python tests/users/_start.py SCRIPT [N]`
+
+A person's terminal is a pty. Ranks are forked from a process that has imported what scripts import, but not fastdist, and stand there as torchrun would have started them:
+that costs a second, where launchers take many. What is still running when the script has ended is found, since orphans come home to who started it."""
+import atexit,gc,os,psutil,pty,random,re,resource,select,shutil,signal,socket,struct,sys,tempfile,termios,threading,time,torch,numpy as np
+from ctypes import CDLL
+from fcntl import ioctl
+from multiprocessing.connection import Listener
+from pathlib import Path
+from types import ModuleType
+
+def as_one(text, n):
+    "The script `text` with plain fastai or Accelerate, in one process, with the batches of `n` ranks"
+    for a,b in (('from fastdist import *','from fastai.distributed import *'), ('from fastdist import Accelerator','from accelerate import Accelerator')):
+        text = re.sub(f'^{re.escape(a)}', b, text, flags=re.M)
+    text = re.sub(r'Accelerator\(nprocs=\d+\)\.distribute\((.+)\)\(', r'\1(', text)
+    text = re.sub(r'\bnum_processes=\d+', 'num_processes=1', text.replace('in_notebook=True', '').replace(f'(nprocs={n})', '()').replace('accelerator.distribute(train)', 'train'))
+    return re.sub(r'^(\s*)bs = (\d+)', lambda m: f'{m[1]}bs = {int(m[2])*n}', text, flags=re.M)
+
+def be_script(path, text):
+    "Run `text` as Python runs the script at `path`, from here to the end of the process"
+    for i,(name,mode) in enumerate((('stdin','r'), ('stdout','w'), ('stderr','w'))): setattr(sys, name, open(i, mode, buffering=1, closefd=False))
+    main = sys.modules['__main__'] = ModuleType('__main__')
+    for f in (random.seed,np.random.seed,torch.seed): f() # as a new process begins
+    main.__file__,sys.argv,sys.path[0] = str(path),[str(path)],str(path.parent)
+    try: exec(compile(text, path, 'exec'), vars(main))
+    except SystemExit as e: _end(e.code if isinstance(e.code, int) else int(e.code is not None))
+    except BaseException as e:
+        e.__traceback__ = e.__traceback__.tb_next
+        sys.excepthook(type(e), e, e.__traceback__)
+        _end(1)
+    _end(0)
+
+def _end(code):
+    "End as Python does, but for its own taking down, which a fork need not do"
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for o in (sys.stdout,sys.stderr): o.flush()
+    os._exit(code)
+
+def free_port():
+    with socket.create_server(('127.0.0.1', 0)) as s: return s.getsockname()[1]
+
+def fork_ranks(path, text, n):
+    "Fork `n` ranks, as torchrun would have started them, and end as they do"
+    job = dict(WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, GROUP_RANK=0, GROUP_WORLD_SIZE=1, MASTER_ADDR='127.0.0.1', MASTER_PORT=free_port(), TORCHELASTIC_RUN_ID='users')
+    for rank in range(n):
+        if os.fork(): continue
+        os.environ.update({k:str(v) for k,v in (job|dict(RANK=rank, LOCAL_RANK=rank)).items()})
+        be_script(path, text)
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(n)]
+    os._exit(next((abs(o) for o in codes if o), 0))
+
+def lead(path=None, text=None, n=0, cmd=None):
+    "In the session of the new terminal: run `cmd`, or the script, in `n` ranks or in this process"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if cmd: os.execvp(cmd[0], cmd)
+    if n: fork_ranks(path, text, n)
+    else: be_script(path, text)
+
+def family(): return psutil.Process().children(recursive=True)
+
+def _gone(seconds):
+    "The processes that are left after `seconds`, at most; what they run"
+    end = time.monotonic()+seconds
+    while (left := [o for o in family() if o.is_running() and o.status()!=psutil.STATUS_ZOMBIE]) and time.monotonic()<end: time.sleep(0.02)
+    return left
+
+def play(timeout=30, env=None, **job):
+    "What the terminal shows of `job`, its exit code (`None` if it took longer than `timeout`), the seconds it took, and what it left running"
+    CDLL(None).prctl(36, 1) # PR_SET_CHILD_SUBREAPER
+    os.environ.update(FREE_PORT=str(free_port()), **(env or {}))
+    start = time.monotonic()
+    d = tempfile.mkdtemp(prefix='users') # not a `TemporaryDirectory`, which forks would clean up
+    os.chdir(d)
+    pid,fd = pty.fork()
+    if not pid: lead(**job)
+    ioctl(fd, termios.TIOCSWINSZ, struct.pack('4H', 50, 160, 0, 0))
+    raw,code = _read(pid, fd, start+timeout)
+    seconds = time.monotonic()-start
+    left = _gone(2 if code is not None else 0)
+    res = dict(raw=raw.decode(errors='replace'), code=code, seconds=seconds, cpu=_cpu(), left=[' '.join(o.cmdline()) or o.name() for o in left])
+    for o in left: o.kill()
+    os.chdir('/')
+    shutil.rmtree(d, ignore_errors=True)
+    return res
+
+def _cpu(): return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+def _read(pid, fd, end):
+    "Bytes from `fd` until process `pid` has ended or it is `end`, and its exit code"
+    raw,code = b'',None
+    while time.monotonic()<end:
+        if code is None:
+            p,status = os.waitpid(pid, os.WNOHANG)
+            if p: code = os.waitstatus_to_exitcode(status)
+        ready = select.select([fd], [], [], 0.02 if code is None else 0)[0]
+        try: data = os.read(fd, 1<<16) if ready else b''
+        except OSError: data = b''
+        raw += data
+        if code is not None and not data: break
+        if ready and not data: time.sleep(0.01)
+    return raw,code
+
+def screen(raw):
+    "The lines that are there in the end: what came after a carriage return overwrites, and escapes are gone"
+    lines = []
+    for line in re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', '', raw).replace('\r\n', '\n').split('\n'):
+        shown = ''
+        for part in line.split('\r'): shown = part+shown[len(part):]
+        lines.append(shown.rstrip())
+    return [o for o in lines if o]
+
+def serve(at):
+    "Fork a process for each job that comes to the socket `at`"
+    with Listener(at) as listener:
+        print('ready', flush=True)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while True:
+            conn = listener.accept()
+            if os.fork():
+                conn.close()
+                continue
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            conn.send(play(**conn.recv()))
+            os._exit(0)
+
+def warm_up():
+    "Import what scripts import, but not what is tested"
+    for o in 'vision.all text.all tabular.all collab vision.gan distributed callback.all'.split(): __import__(f'fastai.{o}')
+    for o in 'torch._dynamo sklearn.datasets torch.distributed.launcher.api accelerate cloudpickle IPython.display'.split(): __import__(o)
+    gc.freeze()
+
+def main(script, n=2, *_):
+    "For a person: the script on one process, then on `n` ranks"
+    warm_up()
+    path = Path(script).resolve()
+    for k in (0,int(n)):
+        pid = os.fork()
+        if pid: os.waitpid(pid, 0)
+        else:
+            text = path.read_text()
+            res = play(path=path, text=text if k else as_one(text, int(n)), n=k)
+            print(f'--- {k or 1} {"ranks" if k else "process"}: exit code {res["code"]} after {res["seconds"]:.1f} s, left: {res["left"]}', *screen(res['raw']), sep='\n', flush=True)
+            os._exit(0)
+
+if __name__=='__main__':
+    if sys.argv[1]=='--serve':
+        warm_up()
+        serve(sys.argv[2])
+    else: main(*sys.argv[1:])
+    os._exit(0) # what was imported to warm up has leaks to tell of

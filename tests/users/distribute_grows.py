@@ -1,0 +1,17 @@
+# start: python
+# fails: (?i)grow|layer|parameters|state
+# fails: (?i)file|saved|\.p(th|kl)
+# alone: no
+# What trained in the ranks has a layer more than what is here
+from fastai.vision.all import *
+from fastdist import *
+
+set_seed(50)
+class Grow(Callback):
+    def before_fit(self):
+        self.learn.model = nn.Sequential(self.model, nn.Linear(1,1))
+        self.learn.create_opt()
+
+data = [(torch.randn(4), torch.randn(1)) for _ in range(60)]
+learn = Learner(DataLoaders.from_dsets(data, data, bs=4), nn.Linear(4,1), loss_func=MSELossFlat(), cbs=Grow())
+Accelerator(nprocs=2).distribute(learn.fit)(1)
