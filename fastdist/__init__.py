@@ -22,13 +22,11 @@
 - `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.spawn`: Ranks that a head process starts, watches and ends
+- `fastdist.tracebacks`: Tracebacks in which one's own code is found at a glance
 - `fastdist.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.watch`: A rank that stops moving is found, and named
 - `fastdist.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher"""
 
-import gc
-collected = gc.isenabled()
-gc.disable() # to look through what is imported, again and again, would take a quarter of the time; all of it stays
 from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .world import World, WorldError, this_world, setup_distrib, teardown_distrib
@@ -42,7 +40,6 @@ from . import report
 from .learner import ParallelTrainer
 from . import saving
 from .desync import DesyncCheck, DesyncError
-if collected: gc.enable()
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',

@@ -346,8 +346,10 @@ def distribute(self:Accelerator,
     def run(*args, **kwargs):
         instance = self._instance(fun, args)
         if instance is not None and not trains(instance): instance = None
-        if self.in_head: res = self._from_head(instance, fun, args, kwargs, start, all_ranks, show_all)
-        else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
+        try:
+            if self.in_head: res = self._from_head(instance, fun, args, kwargs, start, all_ranks, show_all)
+            else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
+        except RankError as e: raise e.with_traceback(None)
         return both(instance) if instance is not None and res is None else res
     return run
 

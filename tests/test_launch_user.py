@@ -1,0 +1,151 @@
+"Ranks started as people start them: from a plain script without a guard, with every default left alone, and what the terminal shows of it"
+import os,pytest,re,subprocess,sys
+from pathlib import Path
+from textwrap import dedent
+import torch
+from torch import distributed as dist
+from fastai.basics import *
+from fastcore.test import test_eq,expect_fail
+from fastdist import *
+from fastdist.spawn import start_ranks
+
+pytestmark = pytest.mark.timeout(120)
+cpu = partial(Accelerator, compute_setup='cpu')
+bin_ = Path(sys.executable).parent
+
+def run(code, *cmd, rc=0, **env):
+    "Stdout and stderr of the script `code`"
+    Path('script.py').write_text(dedent(code))
+    p = subprocess.run([*map(str, cmd or [sys.executable]), 'script.py'], capture_output=True, text=True, timeout=100, env=os.environ|dict(PYTHONWARNINGS='ignore')|env)
+    test_eq(p.returncode, rc) if p.returncode==rc else pytest.fail(f'exit code {p.returncode}:\n{p.stdout[-2000:]}\n{p.stderr[-5000:]}')
+    return p.stdout,p.stderr
+
+workers = """
+    import time
+    from collections import namedtuple
+    from multiprocessing import Pool,get_start_method
+    from fastai.vision.all import *
+    from sklearn.datasets import load_digits
+    from torch.utils.data import DataLoader as TorchLoader
+    from fastdist import *
+
+    class Digits:
+        def __init__(self, xs, ys): self.xs,self.ys = xs,ys
+        def __len__(self): return len(self.xs)
+        def __getitem__(self, i): return torch.tensor(self.xs[i]).float(),int(self.ys[i])
+    class Scale(ItemTransform):
+        def encodes(self, o): return o[0]/16,o[1]
+    class Mine(TensorBase): pass
+    Pair = namedtuple('Pair', 'a b')
+    def square(i): return i*i
+
+    xs,ys = load_digits(return_X_y=True)
+    dls = DataLoaders.from_dsets(Digits(xs[:1400],ys[:1400]), Digits(xs[1400:],ys[1400:]), bs=32, after_item=Pipeline([Scale(),lambda o: o]), device='cpu')
+    assert dls.train.fake_l.num_workers or os.cpu_count()==1
+    learn = Learner(dls, nn.Sequential(nn.Linear(64,32), nn.ReLU(), nn.Linear(32,10)), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+    acc = Accelerator(nprocs=2, compute_setup='cpu')
+    acc.distribute(lambda: None)()
+    start = time.time()
+    acc.distribute(learn.fit)(3)
+    print('took', time.time()-start)
+
+    def f():
+        dl = acc.prepare(TorchLoader([Pair(torch.ones(2), Mine(torch.ones(2)))]*8, 2, num_workers=1, persistent_workers=True))
+        kinds = {(type(b),type(b.b)) for _ in range(2) for b in dl}
+        with Pool(2) as p: squares = p.map(square, range(4))
+        torch.save(Pair(1,2), 'pair.pkl')
+        print('ünïcode ✓')
+        return Pair(kinds, squares),get_start_method()
+    for how in ('spawn','fork'):
+        res,method = acc.distribute(f, start=how)()
+        assert isinstance(res, Pair) and res==({(Pair,Mine)}, [0,1,4,9]) and method==get_start_method(), (res,method)
+        assert type(torch.load('pair.pkl', weights_only=False)) is Pair
+    """
+
+def test_data_workers_of_ranks_start_as_those_of_a_script():
+    "Three epochs took two minutes, as each worker was a new Python, and nothing of the script could be pickled"
+    out,_ = run(workers)
+    assert float(re.search(r'took ([\d.]+)', out)[1])<30 and 'Epoch 3/3' in out and out.count('ünïcode ✓')==2
+
+@pytest.mark.parametrize('how,n', [('spawn',2), ('spawn',3), ('fork',2), ('fork',3)])
+def test_the_user_s_own_group_from_the_environment(how, n):
+    def f(rank):
+        dist.init_process_group('gloo')
+        t = torch.tensor([rank+1])
+        dist.all_reduce(t)
+        dist.destroy_process_group()
+        return t.item(),os.environ['MASTER_PORT']
+    res = start_ranks(f, n, how, all_ranks=True)
+    test_eq({o for o,_ in res}, {n*(n+1)//2})
+    test_eq(len({port for _,port in res}), 1)
+
+broken = """
+    from fastai.vision.all import *
+    from fastdist import *
+
+    class Boom(Callback):
+        def after_batch(self):
+            if self.iter==2 and this_world().rank==1:
+                try: dict()['lost']
+                except KeyError as e: raise ValueError('no such thing') from e
+    data = list(zip(torch.randn(200,3), torch.randn(200,1)))
+    learn = Learner(DataLoaders.from_dsets(data, data, bs=8, device='cpu'), nn.Linear(3,1), loss_func=MSELossFlat(), cbs=Boom())
+    """
+head,contexts = "Accelerator(nprocs=2, compute_setup='cpu').distribute(learn.fit)(3)","with learn.distrib_ctx(): learn.fit(3)"
+
+def frames(err): return re.findall(r'File "([^"]*)", line \d+, in ([\w<>]+)', err)
+
+def test_the_head_shows_the_error_of_a_rank_once():
+    _,err = run(broken+head, rc=1)
+    test_eq([err.count(o) for o in ('ValueError:', 'no such thing\n', "KeyError: 'lost'", 'direct cause', 'rank 1 failed:')], [1,1,1,1,1])
+    assert 'ends because' not in err and "raise ValueError('no such thing') from e" in err and 'fastai/learner.py:' in err
+    test_eq(frames(err)[-1][1], 'after_batch')
+    test_eq(sum('script.py' in o for o,_ in frames(err)), 3)
+    assert len(err.splitlines())<25 and len(frames(err))<6
+
+@pytest.mark.parametrize('how,files', [('',['test_launch_user.py']*2), ('full',['spawn.py','head.py','head.py','test_launch_user.py','foundation.py'])])
+def test_every_frame_is_shown_to_who_asks(monkeypatch, how, files):
+    monkeypatch.setenv('FASTDIST_TRACEBACK', how)
+    try: cpu(nprocs=2).distribute(lambda: L(1).map(lambda o: 1/0), start='fork')()
+    except RankError as e: test_eq([Path(o).name for o,_ in frames(e.msg)][:5 if how else None], files)
+    else: assert False
+
+def test_under_torchrun_the_user_s_frames_are_found_at_a_glance():
+    _,err = run(broken+contexts, bin_/'torchrun', '--standalone', '--nproc_per_node', 3, rc=1)
+    ours = [o for o in err.splitlines() if o.startswith('[rank')]
+    mine = [o for o in ours if o.startswith('[rank1]')]
+    assert frames('\n'.join(mine))[-1][1]=='after_batch' and len(frames('\n'.join(mine)))==3 and len(mine)<20
+    assert err.count('no such thing\n')==1 and 'Exception ignored' not in err
+    assert all(re.fullmatch(r'\[rank(\d)\]: fastdist: rank \1 ends because rank 1 failed, which shows its traceback itself', o) for o in ours if o not in mine and len(o)>9)
+
+@pytest.mark.parametrize('code,every,want', [(3,True,3), ('a reason',False,'a reason'), (None,True,None), (3,False,3)])
+def test_a_rank_that_ends_the_program_ends_the_head(code, every, want):
+    def f():
+        if every or this_world().rank==1: sys.exit(code)
+    with pytest.raises(SystemExit) as e: cpu(nprocs=2).distribute(f, start='fork')()
+    test_eq(e.value.code, want)
+
+def test_one_rank_that_leaves_with_success_is_an_error():
+    def f(): this_world().rank or sys.exit(0)
+    with expect_fail(RankError, 'SystemExit: 0'): cpu(nprocs=2).distribute(f, start='fork')()
+
+def test_what_a_rank_said_before_it_died():
+    def f():
+        if this_world().rank==1:
+            print('out of luck', file=sys.stderr)
+            os._exit(7)
+    with expect_fail(RankError, 'with exit code 7\nThe end of its stderr:\nout of luck'): cpu(nprocs=2).distribute(f, start='fork')()
+
+def test_notes_groups_and_long_recursions_are_kept():
+    def f(how):
+        if how=='recursion': return f(how)
+        e = ExceptionGroup('many', [KeyError('b')]) if how=='group' else ValueError('x')
+        e.add_note('a note')
+        raise e
+    for how,want in dict(recursion='Previous line repeated', group="KeyError: 'b'", note='ValueError: x\na note').items():
+        try: cpu(nprocs=2).distribute(f, start='fork')(how)
+        except RankError as e: assert want in str(e), str(e)
+
+def test_importing_leaves_garbage_collection_as_it_is():
+    code = "import gc,sys; sys.modules['scipy.optimize'] = None\ntry: import fastdist\nexcept ImportError: print(gc.isenabled())"
+    test_eq(subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=100).stdout, 'True\n')
