@@ -1,13 +1,15 @@
 "Ranks started as people start them: from a plain script without a guard, with every default left alone, and what the terminal shows of it"
-import os,pytest,re,subprocess,sys
+import os,pytest,re,subprocess,sys,torch
+from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
-import torch
+from accelerate.utils import DataLoaderConfiguration,GradientAccumulationPlugin,InitProcessGroupKwargs,ProfileKwargs
 from torch import distributed as dist
 from fastai.basics import *
 from fastcore.test import test_eq,expect_fail
 from fastdist import *
 from fastdist.spawn import start_ranks
+from learners import digits
 
 pytestmark = pytest.mark.timeout(120)
 cpu = partial(Accelerator, compute_setup='cpu')
@@ -149,3 +151,62 @@ def test_notes_groups_and_long_recursions_are_kept():
 def test_importing_leaves_garbage_collection_as_it_is():
     code = "import gc,sys; sys.modules['scipy.optimize'] = None\ntry: import fastdist\nexcept ImportError: print(gc.isenabled())"
     test_eq(subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=100).stdout, 'True\n')
+
+# What is set on the Accelerator
+
+def asked(acc): return acc.gradient_accumulation_steps,acc.dataloader_config.even_batches
+
+@pytest.mark.parametrize('n', [1,2,3])
+def test_attributes_reach_accelerate_s_object_from_the_head(n):
+    acc = cpu(nprocs=n)
+    acc.gradient_accumulation_steps = 4
+    acc.dataloader_config = DataLoaderConfiguration(even_batches=False)
+    test_eq(acc.gradient_accumulation_steps, 4)
+    test_eq(acc.distribute(asked, all_ranks=True, start='fork')(acc), [(4,False)]*n)
+    acc.finalize()
+
+def test_attributes_reach_accelerate_s_object_in_a_rank():
+    def f():
+        acc = cpu()
+        acc.gradient_accumulation_steps = 4
+        acc.prepare(nn.Linear(1,1))
+        acc.even_batches = False
+        first,acc.gradient_accumulation_steps = asked(acc),2
+        return first,asked(acc),asked(acc.live)
+    test_eq(cpu(nprocs=2).distribute(f, start='fork')(), ((4,False),(2,False),(2,False)))
+
+def test_attributes_that_nobody_has():
+    for acc in (cpu(nprocs=2), cpu()):
+        with expect_fail(AttributeError, 'You set gradient_acumulation_steps'): acc.gradient_acumulation_steps = 4
+        with expect_fail(AttributeError, 'device'): acc.device = 'cuda'
+        with expect_fail(OptionError, '1 or more'): acc.gradient_accumulation_steps = 0
+        with expect_fail(AttributeError, 'mixed_precision'): acc.mixed_precision = 'bf16'
+
+class Steps(Callback):
+    def before_fit(self): self.n = 0
+    def after_step(self): self.n += 1
+
+def test_a_learner_accumulates_as_was_set():
+    learn = digits(n=100, bs=4, cbs=Steps())
+    acc = cpu(nprocs=2, gradient_accumulation_plugin=GradientAccumulationPlugin(2))
+    acc.gradient_accumulation_steps = 5
+    acc.distribute(learn.fit, start='fork')(1)
+    test_eq(learn.steps.n, 2)
+
+for_loops = [dict(kwargs_handlers=[ProfileKwargs()]), dict(gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_with_dataloader=False)),
+    dict(gradient_accumulation_plugin=GradientAccumulationPlugin(2, adjust_scheduler=False)), dict(step_scheduler_with_optimizer=False),
+    dict(dataloader_config=DataLoaderConfiguration(even_batches=False)), dict(rng_types=['torch']), dict(device_placement=False)]
+
+@pytest.mark.parametrize('opts', for_loops, ids=lambda o: first(o))
+def test_a_loop_may_have_what_a_learner_cannot(opts):
+    def f(acc):
+        m = acc.prepare(nn.Linear(1,1))
+        return acc.profile_handler is not None,acc.gradient_state.sync_with_dataloader,acc.step_scheduler_with_optimizer
+    acc,plugin = cpu(nprocs=2, **opts),opts.get('gradient_accumulation_plugin')
+    test_eq(acc.distribute(f, start='fork')(acc), ('kwargs_handlers' in opts, not plugin or plugin.sync_with_dataloader, 'step_scheduler_with_optimizer' not in opts))
+    with expect_fail(OptionError, 'does not honour'): acc.distribute(digits().fit, start='fork')(1)
+
+def test_a_learner_s_group_waits_as_long_as_was_asked():
+    learn = digits(n=40, cbs=Steps())
+    cpu(nprocs=2, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=50))]).distribute(learn.fit, start='fork')(1)
+    test_eq(learn.steps.n, 1)
