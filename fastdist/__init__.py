@@ -8,6 +8,7 @@
 - `fastdist.data`: A data loader's share for each rank
 - `fastdist.desync`: Do all ranks still train the same model?
 - `fastdist.events`: Callbacks decide; all ranks do what one decides
+- `fastdist.growth`: A model that has other layers after training than before, taken on by the object that was there before
 - `fastdist.head`: The same object in the head, before there are ranks, and in each rank
 - `fastdist.home`: What training on ranks has changed comes back to the object in the head
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang
@@ -34,6 +35,7 @@ from .launch import RankError, on_ranks
 from .comm import rank0_first
 from .data import DistributedDL
 from .accelerator import OptionError
+from .home import HomeError
 from .head import Accelerator
 from .trainer import DistributedTrainer
 from . import report
@@ -43,5 +45,5 @@ from .desync import DesyncCheck, DesyncError
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
-    'rank0_first', 'DistributedDL', 'OptionError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
+    'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
     'DesyncError']

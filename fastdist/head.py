@@ -32,6 +32,7 @@ from .comm import *
 from .data import *
 from .accelerator import *
 from .spawn import *
+from .growth import *
 from .home import *
 
 # %% ../nbs/07c_head.ipynb #7c01e18a
@@ -402,12 +403,13 @@ def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, 
     if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
     res = start_ranks(partial(_in_rank, self, instance, fun, args, kwargs), self._nprocs, start, all_ranks, show_all)
     values,states = zip(*res) if all_ranks else zip(res)
-    if instance is not None: come_home(instance, states[0])
+    if instance is not None: come_home(instance, states[0] | dict(returned=values))
     return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
 
 def _in_rank(acc, instance, fun, args, kwargs, rank):
+    was = form(both(instance)[0]) if instance is not None and rank==0 else None
     res = acc.worker(rank, instance, fun, args, kwargs)
-    return res,state_away(instance) if instance is not None and rank==0 else None
+    return res,state_away(instance, was) if was else None
 
 # %% ../nbs/07c_head.ipynb #35bcad78
 @patch
