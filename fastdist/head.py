@@ -163,7 +163,8 @@ _settable = {i.argval for i in dis.get_instructions(HFAccelerator.__init__) if i
 @patch
 def _set(self:Accelerator, k, v):
     "Let `k` of Accelerate's object be `v`, now or as soon as there is one"
-    if k not in _settable: raise AttributeError(f'You set {k}, which can be set neither on fastdist\'s Accelerator nor on Accelerate\'s. HINT: one of {", ".join(sorted(_settable))}')
+    hint = ', '.join(sorted(_settable))
+    if k not in _settable: raise AttributeError(f'You set {k}, which can be set neither on fastdist\'s Accelerator nor on Accelerate\'s. HINT: one of {hint}')
     if k in accelerate_options(): check_plain_options({k:v})
     if self._acc: setattr(self._acc, k, v)
     self._set_here[k] = v

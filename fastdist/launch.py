@@ -75,9 +75,10 @@ def show_once(
 ):
     "Print one line for an error of another rank, and a short traceback for a rank's own and for what ranks bring to their head"
     rank = _rank()
-    if isinstance(err, RankError) and err.shown and rank is not None:
+    if isinstance(err, RankError) and err.shown and rank not in (None,err.rank):
         told = 'Traceback (most recent call last)' in err.msg
-        sys.stderr.write(f'fastdist: rank {rank} ends '+(f'because rank {err.rank} failed, which shows its traceback itself\n' if told else f'with RankError: {err}\n'))
+        why = f'because rank {err.rank} failed, which shows its traceback itself' if told else f'with RankError: {err}'
+        sys.stderr.write(f'fastdist: rank {rank} ends {why}\n')
     elif show is sys.__excepthook__ and (rank is not None or isinstance(err, RankError)): sys.stderr.write(traceback_text(err)+'\n')
     else: show(kind, err, tb)
 

@@ -57,7 +57,7 @@ class ByName(cloudpickle.Pickler):
 
 # %% ../nbs/07a_spawn.ipynb #6000d2a3
 class Script:
-    "The script or notebook of the head: where it lies, how it starts processes, and in `names` its functions and classes that were pickled, in `lines` their cells"
+    "The head's script or notebook: its path, how it starts processes, `names` of its functions and classes that were pickled, `lines` of their cells"
     def __init__(self):
         main = sys.modules['__main__']
         self.names,self.lines,self.start = {},{},get_start_method(allow_none=True)

@@ -19,7 +19,8 @@ bin_ = Path(sys.executable).parent
 def run(code, *cmd, rc=0, **env):
     "Stdout and stderr of the script `code`"
     Path('script.py').write_text(dedent(code))
-    p = subprocess.run([*map(str, cmd or [sys.executable]), 'script.py'], capture_output=True, text=True, timeout=100, env=os.environ|dict(PYTHONWARNINGS='ignore')|env)
+    cmd,env = [*map(str, cmd or [sys.executable]),'script.py'],os.environ|dict(PYTHONWARNINGS='ignore')|env
+    p = subprocess.run(cmd, capture_output=True, text=True, timeout=100, env=env)
     test_eq(p.returncode, rc) if p.returncode==rc else pytest.fail(f'exit code {p.returncode}:\n{p.stdout[-2000:]}\n{p.stderr[-5000:]}')
     return p.stdout,p.stderr
 
@@ -119,7 +120,8 @@ def test_under_torchrun_the_user_s_frames_are_found_at_a_glance():
     mine = [o for o in ours if o.startswith('[rank1]')]
     assert frames('\n'.join(mine))[-1][1]=='after_batch' and len(frames('\n'.join(mine)))==3 and len(mine)<20
     assert err.count('no such thing\n')==1 and 'Exception ignored' not in err
-    assert all(re.fullmatch(r'\[rank(\d)\]: fastdist: rank \1 ends because rank 1 failed, which shows its traceback itself', o) for o in ours if o not in mine and len(o)>9)
+    line = r'\[rank(\d)\]: fastdist: rank \1 ends because rank 1 failed, which shows its traceback itself'
+    assert all(re.fullmatch(line, o) for o in ours if o not in mine and len(o)>9)
 
 @pytest.mark.parametrize('code,every,want', [(3,True,3), ('a reason',False,'a reason'), (None,True,None), (3,False,3)])
 def test_a_rank_that_ends_the_program_ends_the_head(code, every, want):
@@ -204,7 +206,8 @@ def test_a_loop_may_have_what_a_learner_cannot(opts):
         m = acc.prepare(nn.Linear(1,1))
         return acc.profile_handler is not None,acc.gradient_state.sync_with_dataloader,acc.step_scheduler_with_optimizer
     acc,plugin = cpu(nprocs=2, **opts),opts.get('gradient_accumulation_plugin')
-    test_eq(acc.distribute(f, start='fork')(acc), ('kwargs_handlers' in opts, not plugin or plugin.sync_with_dataloader, 'step_scheduler_with_optimizer' not in opts))
+    want = 'kwargs_handlers' in opts,not plugin or plugin.sync_with_dataloader,'step_scheduler_with_optimizer' not in opts
+    test_eq(acc.distribute(f, start='fork')(acc), want)
     with expect_fail(OptionError, 'does not honour'): acc.distribute(digits().fit, start='fork')(1)
 
 def test_a_learner_s_group_waits_as_long_as_was_asked():
