@@ -8,7 +8,7 @@ def get_dls(bs=32):
     xs,ys = load_digits(return_X_y=True)
     items = list(zip((xs*15).astype(np.uint8).reshape(-1,8,8), ys))
     block = DataBlock((ImageBlock(PILImageBW),CategoryBlock), get_x=ItemGetter(0), get_y=ItemGetter(1), splitter=RandomSplitter(seed=42))
-    return block.dataloaders(items, bs=bs, num_workers=0)
+    return block.dataloaders(items, bs=bs)
 
 def get_model():
     return nn.Sequential(ConvLayer(1,16), ConvLayer(16,32,stride=2), ConvLayer(32,64,stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(64,10))

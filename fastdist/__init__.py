@@ -11,6 +11,7 @@
 - `fastdist.digest`: What a loader holds, in a few plain values that ranks can compare
 - `fastdist.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.exchanges`: Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
+- `fastdist.growth`: A model that has other layers after training than before, taken on by the object that was there before
 - `fastdist.head`: The same object in the head, before there are ranks, and in each rank
 - `fastdist.home`: What training on ranks has changed comes back to the object in the head
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang
@@ -26,14 +27,12 @@
 - `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.spawn`: Ranks that a head process starts, watches and ends
+- `fastdist.tracebacks`: Tracebacks in which one's own code is found at a glance
 - `fastdist.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.trial`: Trying out a user's code without leaving a trace
 - `fastdist.watch`: A rank that stops moving is found, and named
 - `fastdist.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher"""
 
-import gc
-collected = gc.isenabled()
-gc.disable() # to look through what is imported, again and again, would take a quarter of the time; all of it stays
 from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .world import World, WorldError, this_world, setup_distrib, teardown_distrib
@@ -41,15 +40,15 @@ from .launch import RankError, on_ranks
 from .comm import rank0_first
 from .data import DistributedDL
 from .accelerator import OptionError
+from .home import HomeError
 from .head import Accelerator
 from .trainer import DistributedTrainer
 from . import report
 from .learner import ParallelTrainer
 from . import saving
 from .desync import DesyncCheck, DesyncError
-if collected: gc.enable()
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
-    'rank0_first', 'DistributedDL', 'OptionError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
+    'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
     'DesyncError']

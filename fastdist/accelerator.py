@@ -47,6 +47,7 @@ def accelerate_options()->dict: # Name -> default
     return {k:p.default for k,p in signature(HFAccelerator.__init__).parameters.items() if k not in ['self']+fastai_has_own}
 
 def check_options(
+    own_loop=False, # Is it for a loop of the user's own, and not for a Learner?
     **kwargs # As for Accelerate's `Accelerator`
 ):
     "Raise `OptionError` for the first of `kwargs` that would be ignored, `TypeError` for one that does not exist"
@@ -55,15 +56,20 @@ def check_options(
         if k in fastai_has_own: raise OptionError(k, v, 'fastai has its own way. HINT: learn.to_fp16(), learn.to_bf16(), a callback; or `accelerate config`')
         if k not in default: raise TypeError(f'unknown option {k}={v!r}. HINT: one of {", ".join(default)}')
         if k in _refused and v!=default[k]: raise OptionError(k, v, _refused[k])
-    for h in kwargs.get('kwargs_handlers') or []:
-        if not isinstance(h, _handlers): raise OptionError('kwargs_handlers', h, f'HINT: one of {", ".join(o.__name__ for o in _handlers)}')
-    _check_loader_config(kwargs.get('dataloader_config'))
     _check_accumulation(kwargs.get('gradient_accumulation_steps', 1), kwargs.get('gradient_accumulation_plugin'))
+    if not own_loop: _check_for_learner(**kwargs)
 
+# %% ../nbs/07_accelerator.ipynb #8a2f9103
 def _check_accumulation(steps, plugin):
     for n in (steps, getattr(plugin, 'num_steps', None) or 1):
         if not isinstance(n, int) or n<1: raise OptionError('gradient_accumulation_steps', n, 'HINT: the number of batches that make one step, 1 or more')
     if steps>1 and plugin: raise OptionError('gradient_accumulation_steps', steps, 'there is a gradient_accumulation_plugin as well. HINT: set one of them')
+
+def _check_for_learner(kwargs_handlers=None, dataloader_config=None, gradient_accumulation_plugin=None, **kwargs):
+    plugin = gradient_accumulation_plugin
+    for h in kwargs_handlers or []:
+        if not isinstance(h, _handlers): raise OptionError('kwargs_handlers', h, f'HINT: for a Learner one of {", ".join(o.__name__ for o in _handlers)}')
+    _check_loader_config(dataloader_config)
     if plugin and not plugin.sync_with_dataloader: raise OptionError('sync_with_dataloader', False, 'an epoch ends with a step. HINT: fastai\'s GradientAccumulation goes on')
     if plugin and not plugin.adjust_scheduler: raise OptionError('adjust_scheduler', False, 'fastai schedules by batches. HINT: leave it out')
 

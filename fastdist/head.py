@@ -15,12 +15,12 @@ it is asked to do, and then everything that Accelerate can do is asked of Accele
 __all__ = ['check_setup', 'check_backend', 'check_plain_options', 'Accelerator', 'CastBatch', 'unwrapped']
 
 # %% ../nbs/07c_head.ipynb #fd9173e3
-import inspect,cloudpickle,os,torch
+import dis,inspect,cloudpickle,os,torch
 from contextlib import contextmanager
 from dataclasses import fields,replace
 from functools import wraps
 from accelerate import Accelerator as HFAccelerator
-from accelerate.utils import extract_model_from_parallel
+from accelerate.utils import InitProcessGroupKwargs,extract_model_from_parallel
 from torch import distributed as dist
 from torch.utils.data import DataLoader as TorchLoader,DistributedSampler
 from fastcore.all import *
@@ -32,6 +32,7 @@ from .comm import *
 from .data import *
 from .accelerator import *
 from .spawn import *
+from .growth import *
 from .home import *
 
 # %% ../nbs/07c_head.ipynb #7c01e18a
@@ -67,11 +68,12 @@ def check_plain_options(
     known = [k for k in inspect.signature(HFAccelerator.__init__).parameters if k!='self']
     for k,v in options.items():
         if k not in known: raise TypeError(f'unknown option {k}={v!r}. HINT: one of {", ".join(known)}')
-    for_loops = *fastai_has_own,'rng_types','device_placement','dataloader_config'
-    check_options(**{k:v for k,v in options.items() if k not in for_loops})
+    for_loops = *fastai_has_own,'rng_types','device_placement'
+    check_options(own_loop=True, **{k:v for k,v in options.items() if k not in for_loops})
 
 # %% ../nbs/07c_head.ipynb #82816db3
 _places = {f.name for f in fields(World)}-{'size','gpu','cpu','source'}
+_own = 'compute_setup','log_setup','dtype','options'
 _in_head = dict(is_main_process=True, is_local_main_process=True, is_last_process=True, process_index=0, local_process_index=0, num_processes=1, print=print)
 
 class Accelerator:
@@ -89,7 +91,7 @@ class Accelerator:
         check_plain_options(kwargs)
         if kwargs.get('cpu') and compute_setup=='gpu': raise OptionError('cpu', True, 'compute_setup is \'gpu\'. HINT: set one of them')
         store_attr('compute_setup,log_setup,dtype')
-        self._nprocs,self._backend,self.options = nprocs,backend,kwargs
+        self._nprocs,self._backend,self.options,self._set_here = nprocs,backend,kwargs,{}
         self._reset()
         check_backend(backend, self.device.type=='cuda')
 
@@ -102,6 +104,9 @@ class Accelerator:
     def __getattr__(self, k):
         if k.startswith('_'): raise AttributeError(k)
         return self._ask(k)
+    def __setattr__(self, k, v):
+        if k in _own or k[0]=='_' or callable(getattr(type(self), k, None)) or type(self) is not Accelerator: object.__setattr__(self, k, v)
+        else: self._set(k, v)
 
 # %% ../nbs/07c_head.ipynb #7a9312be
 @patch(as_prop=True)
@@ -146,9 +151,26 @@ def adopt(self:Accelerator,
 def _ask(self:Accelerator, k):
     if k in _places: return getattr(self.world, k)
     if not self.in_head: return getattr(self.live, k)
+    if k in self._wishes: return self._wishes[k]
     if k in _in_head: return _in_head[k]
     if not hasattr(HFAccelerator, k): raise AttributeError(f'neither fastdist\'s Accelerator nor Accelerate\'s has {k!r}')
     raise RuntimeError(f'You ask for {k} in the head of {self._nprocs} ranks, which is no rank. HINT: ask for it in the function that `distribute` runs')
+
+# %% ../nbs/07c_head.ipynb #05540eeb
+_settable = {i.argval for i in dis.get_instructions(HFAccelerator.__init__) if i.opname=='STORE_ATTR'} | {
+    k for k in dir(HFAccelerator) if getattr(getattr(HFAccelerator, k), 'fset', None)}
+
+@patch
+def _set(self:Accelerator, k, v):
+    "Let `k` of Accelerate's object be `v`, now or as soon as there is one"
+    hint = ', '.join(sorted(_settable))
+    if k not in _settable: raise AttributeError(f'You set {k}, which can be set neither on fastdist\'s Accelerator nor on Accelerate\'s. HINT: one of {hint}')
+    if k in accelerate_options(): check_plain_options({k:v})
+    if self._acc: setattr(self._acc, k, v)
+    self._set_here[k] = v
+
+@patch(as_prop=True)
+def _wishes(self:Accelerator)->dict: return self.options | self._set_here
 
 # %% ../nbs/07c_head.ipynb #20821ec0
 @patch
@@ -198,6 +220,7 @@ def live(self:Accelerator)->HFAccelerator:
     owned = not has_state()
     options = {k:v for k,v in self.options.items() if k!='cpu'}
     self._acc = open_accelerate(self.world, cpu_fp16=True, **options)
+    for k,v in self._set_here.items(): setattr(self._acc, k, v)
     self._owned = owned
     return self._acc
 
@@ -283,6 +306,27 @@ def _instance(self:Accelerator, fun, args):
     if inspect.ismethod(fun): return fun.__self__
     if args and inspect.isfunction(fun) and inspect.getattr_static(type(args[0]), fun.__name__, None) is fun: return args[0]
 
+# %% ../nbs/07c_head.ipynb #7e7c3c20
+@patch
+def _learner_options(self:Accelerator)->dict:
+    "Return what a Learner's context is asked for; raise `OptionError` for what only a loop of one's own can have"
+    default = {k:p.default for k,p in inspect.signature(HFAccelerator.__init__).parameters.items()}
+    for k,v in self._set_here.items():
+        if k not in default: raise OptionError(k, v, 'a Learner does not ask for it. HINT: it is for loops of your own')
+    opts = {k:v for k,v in self._wishes.items() if not (k in fastai_has_own and v==default[k]) and k not in ('mixed_precision','cpu')}
+    if 'gradient_accumulation_steps' in self._set_here and opts.get('gradient_accumulation_plugin'):
+        opts['gradient_accumulation_plugin'] = replace(opts['gradient_accumulation_plugin'], num_steps=opts.pop('gradient_accumulation_steps'))
+    check_options(**opts)
+    return opts
+
+@patch
+def _in_group(self:Accelerator, opts):
+    "Return `opts` without what `setup_process` has made the group of"
+    handlers = opts.get('kwargs_handlers') or []
+    group = first(h for h in handlers if isinstance(h, InitProcessGroupKwargs))
+    if not group: return opts
+    return opts | dict(kwargs_handlers=[h for h in handlers if h is not group], patience=group.timeout and group.timeout.total_seconds())
+
 # %% ../nbs/07c_head.ipynb #32e3fdd7
 class CastBatch(Callback):
     "Batches in the precision of `accelerator`"
@@ -295,7 +339,7 @@ class CastBatch(Callback):
 def _training(self:Accelerator, instance):
     if not isinstance(instance, Learner): yield
     else:
-        opts = {k:v for k,v in self.options.items() if k not in fastai_has_own+['cpu']} | ({'cpu':True} if self.cpu_only else {})
+        opts = self._in_group(self._learner_options()) | ({'cpu':True} if self.cpu_only else {})
         cbs = [] if self.dtype is None else [CastBatch(self)]
         instance.model.to(dtype=self.dtype)
         mode = self.options.get('mixed_precision')
@@ -340,8 +384,11 @@ def distribute(self:Accelerator,
     def run(*args, **kwargs):
         instance = self._instance(fun, args)
         if instance is not None and not trains(instance): instance = None
-        if self.in_head: res = self._from_head(instance, fun, args, kwargs, start, all_ranks, show_all)
-        else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
+        if isinstance(instance, Learner): self._learner_options()
+        try:
+            if self.in_head: res = self._from_head(instance, fun, args, kwargs, start, all_ranks, show_all)
+            else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
+        except RankError as e: raise e.with_traceback(None)
         return both(instance) if instance is not None and res is None else res
     return run
 
@@ -351,12 +398,13 @@ def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, 
     if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
     res = start_ranks(partial(_in_rank, self, instance, fun, args, kwargs), self._nprocs, start, all_ranks, show_all)
     values,states = zip(*res) if all_ranks else zip(res)
-    if instance is not None: come_home(instance, states[0])
+    if instance is not None: come_home(instance, states[0] | dict(returned=values))
     return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
 
 def _in_rank(acc, instance, fun, args, kwargs, rank):
+    was = form(both(instance)[0]) if instance is not None and rank==0 else None
     res = acc.worker(rank, instance, fun, args, kwargs)
-    return res,state_away(instance) if instance is not None and rank==0 else None
+    return res,state_away(instance, was) if was else None
 
 # %% ../nbs/07c_head.ipynb #35bcad78
 @patch

@@ -1,0 +1,293 @@
+"Ranks started as people start them: from a plain script without a guard, with every default left alone, and what the terminal shows of it"
+import os,pytest,re,subprocess,sys,threading,torch
+from datetime import timedelta
+from pathlib import Path
+from textwrap import dedent
+from accelerate.utils import DataLoaderConfiguration,GradientAccumulationPlugin,InitProcessGroupKwargs,ProfileKwargs
+from torch import distributed as dist
+from fastai.basics import *
+from fastcore.test import test_eq,expect_fail
+from fastdist import *
+from fastdist.home import HomeError
+from fastdist.spawn import start_ranks
+from learners import digits
+
+pytestmark = pytest.mark.timeout(120)
+cpu = partial(Accelerator, compute_setup='cpu')
+bin_ = Path(sys.executable).parent
+
+def run(code, *cmd, rc=0, **env):
+    "Stdout and stderr of the script `code`"
+    Path('script.py').write_text(dedent(code))
+    cmd,env = [*map(str, cmd or [sys.executable]),'script.py'],os.environ|dict(PYTHONWARNINGS='ignore')|env
+    p = subprocess.run(cmd, capture_output=True, text=True, timeout=100, env=env)
+    test_eq(p.returncode, rc) if p.returncode==rc else pytest.fail(f'exit code {p.returncode}:\n{p.stdout[-2000:]}\n{p.stderr[-5000:]}')
+    return p.stdout,p.stderr
+
+workers = """
+    import time
+    from collections import namedtuple
+    from multiprocessing import Pool,get_start_method
+    from fastai.vision.all import *
+    from sklearn.datasets import load_digits
+    from torch.utils.data import DataLoader as TorchLoader
+    from fastdist import *
+
+    class Digits:
+        def __init__(self, xs, ys): self.xs,self.ys = xs,ys
+        def __len__(self): return len(self.xs)
+        def __getitem__(self, i): return torch.tensor(self.xs[i]).float(),int(self.ys[i])
+    class Scale(ItemTransform):
+        def encodes(self, o): return o[0]/16,o[1]
+    class Mine(TensorBase): pass
+    Pair = namedtuple('Pair', 'a b')
+    def square(i): return i*i
+
+    xs,ys = load_digits(return_X_y=True)
+    dls = DataLoaders.from_dsets(Digits(xs[:1400],ys[:1400]), Digits(xs[1400:],ys[1400:]), bs=32, after_item=Pipeline([Scale(),lambda o: o]), device='cpu')
+    assert dls.train.fake_l.num_workers or os.cpu_count()==1
+    learn = Learner(dls, nn.Sequential(nn.Linear(64,32), nn.ReLU(), nn.Linear(32,10)), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+    acc = Accelerator(nprocs=2, compute_setup='cpu')
+    acc.distribute(lambda: None)()
+    start = time.time()
+    acc.distribute(learn.fit)(3)
+    print('took', time.time()-start)
+
+    def f():
+        dl = acc.prepare(TorchLoader([Pair(torch.ones(2), Mine(torch.ones(2)))]*8, 2, num_workers=1, persistent_workers=True))
+        kinds = {(type(b),type(b.b)) for _ in range(2) for b in dl}
+        with Pool(2) as p: squares = p.map(square, range(4))
+        torch.save(Pair(1,2), 'pair.pkl')
+        print('ünïcode ✓')
+        return Pair(kinds, squares),get_start_method()
+    for how in ('spawn','fork'):
+        res,method = acc.distribute(f, start=how)()
+        assert isinstance(res, Pair) and res==({(Pair,Mine)}, [0,1,4,9]) and method==get_start_method(), (res,method)
+        assert type(torch.load('pair.pkl', weights_only=False)) is Pair
+    """
+
+def test_data_workers_of_ranks_start_as_those_of_a_script():
+    "Three epochs took two minutes, as each worker was a new Python, and nothing of the script could be pickled"
+    out,_ = run(workers)
+    assert float(re.search(r'took ([\d.]+)', out)[1])<30 and 'Epoch 3/3' in out and out.count('ünïcode ✓')==2
+
+@pytest.mark.parametrize('how,n', [('spawn',2), ('spawn',3), ('fork',2), ('fork',3)])
+def test_the_user_s_own_group_from_the_environment(how, n):
+    def f(rank):
+        dist.init_process_group('gloo')
+        t = torch.tensor([rank+1])
+        dist.all_reduce(t)
+        dist.destroy_process_group()
+        return t.item(),os.environ['MASTER_PORT']
+    res = start_ranks(f, n, how, all_ranks=True)
+    test_eq({o for o,_ in res}, {n*(n+1)//2})
+    test_eq(len({port for _,port in res}), 1)
+
+broken = """
+    from fastai.vision.all import *
+    from fastdist import *
+
+    class Boom(Callback):
+        def after_batch(self):
+            if self.iter==2 and this_world().rank==1:
+                try: dict()['lost']
+                except KeyError as e: raise ValueError('no such thing') from e
+    data = list(zip(torch.randn(200,3), torch.randn(200,1)))
+    learn = Learner(DataLoaders.from_dsets(data, data, bs=8, device='cpu'), nn.Linear(3,1), loss_func=MSELossFlat(), cbs=Boom())
+    """
+head,contexts = "Accelerator(nprocs=2, compute_setup='cpu').distribute(learn.fit)(3)","with learn.distrib_ctx(): learn.fit(3)"
+
+def frames(err): return re.findall(r'File "([^"]*)", line \d+, in ([\w<>]+)', err)
+
+def test_the_head_shows_the_error_of_a_rank_once():
+    _,err = run(broken+head, rc=1)
+    test_eq([err.count(o) for o in ('ValueError:', 'no such thing\n', "KeyError: 'lost'", 'direct cause', 'rank 1 failed:')], [1,1,1,1,1])
+    assert 'ends because' not in err and "raise ValueError('no such thing') from e" in err and 'fastai/learner.py:' in err
+    test_eq(frames(err)[-1][1], 'after_batch')
+    test_eq(sum('script.py' in o for o,_ in frames(err)), 3)
+    assert len(err.splitlines())<25 and len(frames(err))<6
+
+@pytest.mark.parametrize('how,files', [('',['test_launch_user.py']*2), ('full',['spawn.py','head.py','head.py','test_launch_user.py','foundation.py'])])
+def test_every_frame_is_shown_to_who_asks(monkeypatch, how, files):
+    monkeypatch.setenv('FASTDIST_TRACEBACK', how)
+    try: cpu(nprocs=2).distribute(lambda: L(1).map(lambda o: 1/0), start='fork')()
+    except RankError as e: test_eq([Path(o).name for o,_ in frames(e.msg)][:5 if how else None], files)
+    else: assert False
+
+def test_under_torchrun_the_user_s_frames_are_found_at_a_glance():
+    _,err = run(broken+contexts, bin_/'torchrun', '--standalone', '--nproc_per_node', 3, rc=1)
+    ours = [o for o in err.splitlines() if o.startswith('[rank')]
+    mine = [o for o in ours if o.startswith('[rank1]')]
+    assert frames('\n'.join(mine))[-1][1]=='after_batch' and len(frames('\n'.join(mine)))==3 and len(mine)<20
+    assert err.count('no such thing\n')==1 and 'Exception ignored' not in err
+    line = r'\[rank(\d)\]: fastdist: rank \1 ends because rank 1 failed, which shows its traceback itself'
+    assert all(re.fullmatch(line, o) for o in ours if o not in mine and len(o)>9)
+
+@pytest.mark.parametrize('code,every,want', [(3,True,3), ('a reason',False,'a reason'), (None,True,None), (3,False,3)])
+def test_a_rank_that_ends_the_program_ends_the_head(code, every, want):
+    def f():
+        if every or this_world().rank==1: sys.exit(code)
+    with pytest.raises(SystemExit) as e: cpu(nprocs=2).distribute(f, start='fork')()
+    test_eq(e.value.code, want)
+
+def test_one_rank_that_leaves_with_success_is_an_error():
+    def f(): this_world().rank or sys.exit(0)
+    with expect_fail(RankError, 'SystemExit: 0'): cpu(nprocs=2).distribute(f, start='fork')()
+
+def test_what_a_rank_said_before_it_died():
+    def f():
+        if this_world().rank==1:
+            print('out of luck', file=sys.stderr)
+            os._exit(7)
+    with expect_fail(RankError, 'with exit code 7\nThe end of its stderr:\nout of luck'): cpu(nprocs=2).distribute(f, start='fork')()
+
+def test_notes_groups_and_long_recursions_are_kept():
+    def f(how):
+        if how=='recursion': return f(how)
+        e = ExceptionGroup('many', [KeyError('b')]) if how=='group' else ValueError('x')
+        e.add_note('a note')
+        raise e
+    for how,want in dict(recursion='Previous line repeated', group="KeyError: 'b'", note='ValueError: x\na note').items():
+        try: cpu(nprocs=2).distribute(f, start='fork')(how)
+        except RankError as e: assert want in str(e), str(e)
+
+def test_importing_leaves_garbage_collection_as_it_is():
+    code = "import gc,sys; sys.modules['scipy.optimize'] = None\ntry: import fastdist\nexcept ImportError: print(gc.isenabled())"
+    test_eq(subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=100).stdout, 'True\n')
+
+# What is set on the Accelerator
+
+def asked(acc): return acc.gradient_accumulation_steps,acc.dataloader_config.even_batches
+
+@pytest.mark.parametrize('n', [1,2,3])
+def test_attributes_reach_accelerate_s_object_from_the_head(n):
+    acc = cpu(nprocs=n)
+    acc.gradient_accumulation_steps = 4
+    acc.dataloader_config = DataLoaderConfiguration(even_batches=False)
+    test_eq(acc.gradient_accumulation_steps, 4)
+    test_eq(acc.distribute(asked, all_ranks=True, start='fork')(acc), [(4,False)]*n)
+    acc.finalize()
+
+def test_attributes_reach_accelerate_s_object_in_a_rank():
+    def f():
+        acc = cpu()
+        acc.gradient_accumulation_steps = 4
+        acc.prepare(nn.Linear(1,1))
+        acc.even_batches = False
+        first,acc.gradient_accumulation_steps = asked(acc),2
+        return first,asked(acc),asked(acc.live)
+    test_eq(cpu(nprocs=2).distribute(f, start='fork')(), ((4,False),(2,False),(2,False)))
+
+def test_attributes_that_nobody_has():
+    for acc in (cpu(nprocs=2), cpu()):
+        with expect_fail(AttributeError, 'You set gradient_acumulation_steps'): acc.gradient_acumulation_steps = 4
+        with expect_fail(AttributeError, 'device'): acc.device = 'cuda'
+        with expect_fail(OptionError, '1 or more'): acc.gradient_accumulation_steps = 0
+        with expect_fail(AttributeError, 'mixed_precision'): acc.mixed_precision = 'bf16'
+
+class Steps(Callback):
+    def before_fit(self): self.n = 0
+    def after_step(self): self.n += 1
+
+def test_a_learner_accumulates_as_was_set():
+    learn = digits(n=100, bs=4, cbs=Steps())
+    acc = cpu(nprocs=2, gradient_accumulation_plugin=GradientAccumulationPlugin(2))
+    acc.gradient_accumulation_steps = 5
+    acc.distribute(learn.fit, start='fork')(1)
+    test_eq(learn.steps.n, 2)
+
+for_loops = [dict(kwargs_handlers=[ProfileKwargs()]), dict(gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_with_dataloader=False)),
+    dict(gradient_accumulation_plugin=GradientAccumulationPlugin(2, adjust_scheduler=False)), dict(step_scheduler_with_optimizer=False),
+    dict(dataloader_config=DataLoaderConfiguration(even_batches=False)), dict(rng_types=['torch']), dict(device_placement=False)]
+
+@pytest.mark.parametrize('opts', for_loops, ids=lambda o: first(o))
+def test_a_loop_may_have_what_a_learner_cannot(opts):
+    def f(acc):
+        m = acc.prepare(nn.Linear(1,1))
+        return acc.profile_handler is not None,acc.gradient_state.sync_with_dataloader,acc.step_scheduler_with_optimizer
+    acc,plugin = cpu(nprocs=2, **opts),opts.get('gradient_accumulation_plugin')
+    want = 'kwargs_handlers' in opts,not plugin or plugin.sync_with_dataloader,'step_scheduler_with_optimizer' not in opts
+    test_eq(acc.distribute(f, start='fork')(acc), want)
+    with expect_fail(OptionError, 'does not honour'): acc.distribute(digits().fit, start='fork')(1)
+
+def test_a_learner_s_group_waits_as_long_as_was_asked():
+    learn = digits(n=40, cbs=Steps())
+    cpu(nprocs=2, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=50))]).distribute(learn.fit, start='fork')(1)
+    test_eq(learn.steps.n, 1)
+
+# What has grown comes home
+
+class Grow(Callback):
+    "Changes the model before the second epoch, as `how` says"
+    def __init__(self, how): self.how = how
+    def after_epoch(self):
+        if self.epoch!=0: return
+        getattr(self, self.how)()
+    def layer(self):
+        self.model.add_module('extra', nn.Linear(10,10))
+        self.learn.create_opt()
+    def wider(self):
+        m = self.model
+        m[0],m[1],m[3] = nn.Linear(64,40),nn.BatchNorm1d(40),nn.Linear(40,10)
+        self.learn.create_opt()
+    def attribute(self): self.model[0].seen,self.model.note = [1,torch.ones(2)],'trained'
+    def stuck(self):
+        self.layer()
+        self.model.lock = threading.Lock()
+    def replaced(self):
+        self.learn.model = nn.Sequential(nn.Linear(64,5), nn.Linear(5,10))
+        self.learn.create_opt()
+
+def grows(how, opt_func=Adam):
+    set_seed(1)
+    return digits(n=101, bs=4, cbs=Grow(how), opt_func=opt_func)
+
+torch_adam = partial(OptimWrapper, opt=torch.optim.Adam)
+
+@pytest.mark.parametrize('opt_func', [Adam,torch_adam], ids=['fastai','torch'])
+@pytest.mark.parametrize('how', ['layer','wider','attribute'])
+def test_a_model_that_grew_comes_home(how, opt_func):
+    "Into the object that the user holds, and goes on training in one process"
+    learn = grows(how, opt_func)
+    model,first_layer,relu = learn.model,learn.model[0].weight,learn.model[2]
+    cpu(nprocs=2).distribute(learn.fit, start='fork')(1, 0.01)
+    assert learn.model is model and learn.model[2] is relu and (how=='wider' or model[0].weight is first_layer)
+    if how=='layer': test_eq((model.extra.weight.shape, len(list(model))), ((10,10),5))
+    if how=='wider': test_eq(model[0].weight.shape, (40,64))
+    if how=='attribute': test_eq((model[0].seen[0],model[0].seen[1],model.note), (1,torch.ones(2),'trained'))
+    test_eq({id(p) for ps in learn.opt.param_lists for p in ps}, {id(p) for p in model.parameters()})
+    before = model[0].weight.clone()
+    learn.remove_cbs(learn.grow)
+    learn.fit(1)
+    assert not torch.equal(model[0].weight, before)
+
+def test_a_model_that_grew_in_new_processes_is_the_one_that_trained():
+    "Its weights are those of rank 0, and its classes are the head's"
+    learn = grows('layer')
+    class Last(Callback):
+        def after_fit(self): torch.save(self.model.state_dict(), f'{this_world().rank}.pth')
+    learn.add_cb(Last())
+    cpu(nprocs=2).distribute(learn.fit)(2, 0.01)
+    there = torch.load('0.pth')
+    test_eq(list(there), list(learn.model.state_dict()))
+    assert all(torch.equal(a, b) for a,b in zip(there.values(), learn.model.state_dict().values()))
+
+def test_what_cannot_come_home_is_kept_in_a_file():
+    learn = grows('stuck')
+    model,opt,before = learn.model,learn.opt,deepcopy(learn.model.state_dict())
+    with pytest.raises(HomeError, match='extra was absent, is a Linear') as e: cpu(nprocs=2).distribute(learn.fit, start='fork')(1, 0.01)
+    assert Path(e.value.path).parent==Path.cwd() and str(e.value.path) in str(e.value) and 'torch.load' in str(e.value)
+    test_eq((learn.model,learn.opt,learn.recorder.values if hasattr(learn.recorder, 'values') else []), (model,opt,[]))
+    assert all(torch.equal(a, b) for a,b in zip(before.values(), model.state_dict().values()))
+    state = torch.load(e.value.path, weights_only=False)
+    assert state['model']['extra.weight'].shape==(10,10) and len(state['at'])>3 and state['opt']
+    new = grows('layer').model
+    new.add_module('extra', nn.Linear(10,10))
+    new.load_state_dict(state['model'])
+
+def test_a_model_in_another_s_place_comes_home():
+    learn = grows('replaced')
+    cpu(nprocs=2).distribute(learn.fit, start='fork')(1, 0.01)
+    test_eq([tuple(p.shape) for p in learn.model.parameters()], [(5,64),(5,),(10,5),(10,)])
+    learn.remove_cbs(learn.grow)
+    learn.fit(1)
