@@ -19,6 +19,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
+from .launch import *
 from .exchanges import *
 from .comm import *
 from .digest import *
@@ -65,5 +66,5 @@ def check_alike(
     all_,places = zip(*gather_objs((facts, place_of(sys._getframe()))))
     name = first(k for o in all_ for k in o if any(p.get(k)!=o[k] for p in all_))
     where = '' if len(set(places))==1 else f' Rank {" and rank ".join(f"{r} is at {p}" for r,p in enumerate(places[:4]))}.'
-    raise ValueError(f'Ranks have different {name}: {[o.get(name) for o in all_]}.{where} HINT: all ranks have to run the same code on the same data. Seed what is random before it; '
-        'what is for one rank alone, such as a callback with rank0_only=True, must not change what all ranks do')
+    raise everywhere(ValueError(f'Ranks have different {name}: {[o.get(name) for o in all_]}.{where} HINT: all ranks have to run the same code on the same data. Seed what is random before '
+        'it; what is for one rank alone, such as a callback with rank0_only=True, must not change what all ranks do'))

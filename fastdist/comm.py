@@ -159,59 +159,67 @@ def without_barrier(
 # %% ../nbs/02_comm.ipynb #1cc18695
 _outer = ContextVar('outer', default='')
 
-@contextmanager
-def _noted(w, name):
-    "The job's store, and where in it the note about this call goes: this rank's n-th call of `name` inside the same outer call"
-    store,name = job_store(w),f'{_outer.get()}/{name!r}'
-    key = f"{name}/{store.add(f'{name}/calls/{w.rank}', 1)}"
-    token = _outer.set(key)
-    try: yield store,key
-    finally: _outer.reset(token)
-
-def _and_tell(func, store, key, rank):
-    "Call `func` and leave a note about how it went: nothing, or this `rank` and its traceback"
-    note = ''
-    store.set(f'{key}/begun', '')
-    try: return without_barrier(func)
-    except BaseException:
-        note = f'{rank} {traceback.format_exc()}'
-        raise
-    finally: store.set(key, note)
-
-# %% ../nbs/02_comm.ipynb #63de5408
-def _heed(store, key, check=noop):
-    "Wait for the note at `key`, and raise the error that it tells of"
-    rank,_,tb = awaited(store, key, check).decode().partition(' ')
-    if tb: raise RankError(int(rank), tb)
-
-def _until_begun(store, key, rank):
-    "A check that raises an error where rank 0 does not even begin what this rank waits for"
-    wait = Wait(600., 30.)
-    return lambda: store.check([f'{key}/begun']) or wait(f'rank {rank} in {wait.place}', 'the first rank to come there')
+class _StoreNotes:
+    "Notes in the store where the ranks met: the count of calls stands there too, since processes fork"
+    def __init__(self, w): self.w,self.store = w,job_store(w)
+    def count(self, name): return self.store.add(f'{name}/calls/{self.w.rank}', 1)
+    def begin(self, key): self.store.set(f'{key}/begun', '')
+    def put(self, key, what, note): self.store.set(key, note)
+    def get(self, key, what, anywhere):
+        "The note at `key`; an error where rank 0 does not even begin within ten minutes"
+        wait = Wait(600.)
+        begun = lambda: self.store.check([f'{key}/begun']) or wait(f'rank {self.w.rank} in {wait.place}', 'the first rank to come there')
+        return awaited(self.store, key, begun).decode()
 
 # %% ../nbs/02_comm.ipynb #f7aa7afb
 class _PassedBy(Exception): "Rank 0 has done something else at this place"
 
-def _must_come(line, what):
-    "A check that raises an error where rank 0 went on without what this rank waits for"
-    missed = line.missed()
-    if not missed: return
-    if missed[1] and what!='rank0_first': raise _PassedBy(first(get_close_matches(what, missed[1], 1, 0)))
-    raise RankError(None, f'rank {line.rank} waits for rank 0 to come to {what!r}, {place_of(sys._getframe())}; but {missed[0]}. HINT: call it on all ranks')
+class _LineNotes:
+    "Notes over the lifeline, inside a context"
+    def __init__(self, line): self.line = line
+    def begin(self, key): pass
+    def count(self, name):
+        calls,call = self.line.calls,(self.line.turn,name)
+        calls[call] = calls.get(call, 0)+1
+        return calls[call]
+    def put(self, key, what, note): self.line.tell_note(key, what, note)
+    def get(self, key, what, anywhere):
+        "The note at `key`; where `anywhere` is not set rank 0 writes it, or passes by"
+        with exchange(what, 'note'): return self.line.note(key, self.line.check if anywhere else partial(self._must_come, what))
 
-def _wait_for_note(store, key, rank, what, local=False):
-    "Wait until rank 0 has done `what`; the name that it has for it"
-    line = lifeline()
-    if not line: return _heed(store, key, _until_begun(store, key, rank)) or what
-    try:
-        with exchange(what, 'note'): _heed(store, key, line.check if local else lambda: store.check([key]) or _must_come(line, what))
-    except _PassedBy as e:
-        warn(f'rank {rank} asked for {what!r} where rank 0 did {e.args[0]!r}, and what rank 0 does counts. HINT: use one name on all ranks')
-        line.renamed[what] = e.args[0]
-        return e.args[0]
-    return what
+    def _must_come(self, what):
+        missed = self.line.missed()
+        if not missed: return
+        if missed[1] and what!='rank0_first': raise _PassedBy(first(get_close_matches(what, missed[1], 1, 0)))
+        raise RankError(None, f'rank {self.line.rank} waits for rank 0 to come to {what!r}, {place_of(sys._getframe())}; but {missed[0]}. HINT: call it on all ranks')
 
 
+
+# %% ../nbs/02_comm.ipynb #63de5408
+@contextmanager
+def _noted(w, name):
+    "Notes of ranks to each other, and the key of the note about this call: this rank's n-th call of `name` inside the same outer call"
+    line,name = lifeline(),f'{_outer.get()}/{name!r}'
+    notes = _LineNotes(line) if line else _StoreNotes(w)
+    key = f'{name}/{notes.count(name)}'
+    token = _outer.set(key)
+    try: yield notes,key
+    finally: _outer.reset(token)
+
+def _and_tell(func, notes, key, rank, what):
+    "Call `func` and leave a note about how it went: nothing, or this `rank` and its traceback"
+    note = ''
+    notes.begin(key)
+    try: return without_barrier(func)
+    except BaseException:
+        note = f'{rank} {traceback.format_exc()}'
+        raise
+    finally: notes.put(key, what, note)
+
+def _heed(notes, key, what, anywhere=True):
+    "Wait for the note at `key`, and raise the error that it tells of"
+    rank,_,tb = notes.get(key, what, anywhere).partition(' ')
+    if tb: raise RankError(int(rank), tb)
 
 # %% ../nbs/02_comm.ipynb #25588267
 def rank0_first(
@@ -223,10 +231,10 @@ def rank0_first(
     "Call `func` on rank 0, then on all other ranks at once; an error on rank 0 is raised on all"
     func,w = partial(func, *args, **kwargs),this_world()
     if w.size==1: return func()
-    with _noted(w, 'rank0_first') as (store,key):
+    with _noted(w, 'rank0_first') as (notes,key):
         if local: key += f'/node {w.node_rank}'
-        if (w.local_rank if local else w.rank)==0: return _and_tell(func, store, key, w.rank)
-        _wait_for_note(store, key, w.rank, 'rank0_first', local)
+        if (w.local_rank if local else w.rank)==0: return _and_tell(func, notes, key, w.rank, 'rank0_first')
+        _heed(notes, key, 'rank0_first', local)
         return without_barrier(func)
 
 # %% ../nbs/02_comm.ipynb #a986508d
@@ -246,7 +254,12 @@ def rank0_named(
     "Call `func` on rank 0 as `rank0_alone` does; where this rank has another name for it than rank 0, warn of it"
     w = this_world()
     if w.size==1: return func(),name
-    with _noted(w, f'rank0_alone {name}') as (store,key):
-        if w.rank: return None,_wait_for_note(store, key, w.rank, name)
-        try: return _and_tell(func, store, key, 0),name
-        finally: lifeline() and lifeline().tell_note(name)
+    with _noted(w, f'rank0_alone {name}') as (notes,key):
+        if w.rank==0: return _and_tell(func, notes, key, 0, name),name
+        try: return _heed(notes, key, name, False),name
+        except _PassedBy as e: return None,_renamed(name, e.args[0])
+
+def _renamed(mine, name):
+    warn(f'rank {lifeline().rank} asked for {mine!r} where rank 0 did {name!r}, and what rank 0 does counts. HINT: use one name on all ranks')
+    lifeline().renamed[mine] = name
+    return name

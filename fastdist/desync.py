@@ -28,6 +28,7 @@ from hashlib import blake2b
 from numbers import Number
 from fastcore.all import *
 from fastai.basics import *
+from .launch import *
 from .comm import *
 from .trainer import *
 
@@ -186,4 +187,4 @@ def _fail(self:DesyncCheck, state, tables):
     found = differing(tables)
     name,(ref,ranks) = first(found.items())
     how = _how(name, state.get(name), tables, ref, ranks)
-    raise DesyncError(_message(f'after step {self.n_steps} of the fit, in epoch {self.epoch}', found, how, self.every))
+    raise everywhere(DesyncError(_message(f'after step {self.n_steps} of the fit, in epoch {self.epoch}', found, how, self.every)))

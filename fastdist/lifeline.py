@@ -88,7 +88,7 @@ class Lifeline:
         self.news,self.met,self.turn,self.trouble,self.heard_of = threading.Condition(),0,0,None,None
         self.armed,self.amid,self.failed,self.closed,self.thread,self.main = False,None,False,False,None,False
         self.ident,self.server,self.sel = threading.get_ident(),None,selectors.DefaultSelector()
-        self.exchanges,self.was_cut = Exchanges(),False
+        self.exchanges,self.was_cut,self.confirmed = Exchanges(),False,None
         self.wake,other = socket.socketpair()
         self.sel.register(other, selectors.EVENT_READ)
         self.handlers = []
@@ -255,6 +255,10 @@ def _interfere(self:Lifeline, now):
         self.news.notify_all()
 
 # %% ../nbs/01a_lifeline.ipynb #04470955
+def _swallows(frame):
+    "Whether an error raised at `frame` would only be printed: Python ignores those of finalizers, of weak references and of hooks around a fork"
+    return any(f.f_code.co_name in ('__del__','release_threads','_after_fork','_run_after_forkers') for f in frames_of(frame))
+
 @patch
 def arm(self:Lifeline):
     "From here on the main thread may be interrupted"
@@ -265,7 +269,7 @@ def arm(self:Lifeline):
 def _interrupt(self:Lifeline, signum, frame):
     if not (self.trouble and self.armed): return self._pass_signal(signum, frame)
     e = sys.exc_info()[1]
-    if self.armed and (e is None or id(e)==self.amid): self.check()
+    if (e is None or id(e)==self.amid) and not _swallows(frame): self.check()
 
 # %% ../nbs/01a_lifeline.ipynb #bd07c355
 @patch
@@ -404,7 +408,9 @@ def agree(self:Lifeline,
     topic = zlib.crc32(name.encode())
     with self.exchanges.of(name, kind):
         announce()
-        return self._count(n, topic)
+        res = self._count(n, topic)
+        if kind=='cancel': self.confirmed = self.turn,self.exchanges.n,name # before the exchange ends, since what was reported of it may arrive later
+        return res
 
 # %% ../nbs/01a_lifeline.ipynb #66e12771
 @patch

@@ -34,7 +34,7 @@ class WatchedLifeline(Lifeline):
         self.patience,self.beat,self.seen,self.moved,self.waits_since = patience,0,0,time.monotonic(),None
         self.where,self.pos,self.fits,self.notice = self._outside,self._no_pos,0,30.
         self.waiting,self.heard,self.pinged = {},{},0.
-        self.reports,self.notes,self.passed,self.renamed = {},[],None,{}
+        self.reports,self.notes,self.passed,self.renamed,self.board,self.calls = {},[],None,{},{},{}
 
     def _look(self, now):
         super()._look(now)
@@ -133,7 +133,7 @@ def stands(self:WatchedLifeline,
 @patch
 def _on_stands(self:WatchedLifeline, rank, at):
     now = time.monotonic()
-    if at['turn']!=self.turn or self.heard_of: return
+    if at['turn']!=self.turn or self.heard_of or (at['turn'],at['n'],at['name'])==self.confirmed: return
     with self.news: self.reports[rank] = now,at
     own = self.standing(now) if rank else at
     if own: self.reports[0] = now,own
@@ -185,13 +185,31 @@ def _notice(self:WatchedLifeline, now):
 # %% ../nbs/01b_watch.ipynb #cad9fa60
 @patch
 def tell_note(self:WatchedLifeline,
-    name:str # What rank 0 has done
+    key:str, # Which call of what
+    name:str, # What this rank has done
+    text:str # How it went
 ):
-    "Let all ranks know that rank 0 has done `name` at this place"
-    self.tell('note', n=self.exchanges.n, name=name, turn=self.turn)
+    "Let all ranks know that this rank has done `name` at this place"
+    self.tell('note', n=self.exchanges.n, turn=self.turn, key=key, name=name, text=text)
 
 @patch
-def _on_note(self:WatchedLifeline, rank, n, name, turn): self.notes = [*self.notes[-99:], (turn,n,name)]
+def _on_note(self:WatchedLifeline, rank, n, turn, key, name, text):
+    with self.news:
+        self.notes,self.board[turn,key] = [*self.notes[-99:], (turn,n,name)],text
+        if len(self.board)>1000: del self.board[first(self.board)]
+        self.news.notify_all()
+
+@patch
+def note(self:WatchedLifeline,
+    key:str, # As for `tell_note`
+    check:callable=noop # Called now and then; it may raise
+)->str: # As for `tell_note`
+    "Wait for the note at `key`"
+    with self.news:
+        while (self.turn,key) not in self.board:
+            check()
+            self.news.wait(0.2)
+        return self.board[self.turn,key]
 
 # %% ../nbs/01b_watch.ipynb #df07adc4
 @patch
