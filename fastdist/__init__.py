@@ -8,6 +8,7 @@
 - `fastdist.data`: A data loader's share for each rank
 - `fastdist.desync`: Do all ranks still train the same model?
 - `fastdist.events`: Callbacks decide; all ranks do what one decides
+- `fastdist.gradients`: Gradients that the optimizer is about to use are those of all ranks
 - `fastdist.head`: The same object in the head, before there are ranks, and in each rank
 - `fastdist.home`: What training on ranks has changed comes back to the object in the head
 - `fastdist.launch`: Ranks from a head process, and forks that do not hang

@@ -15,7 +15,7 @@ __all__ = ['DistributedTrainer']
 # %% ../nbs/09_trainer.ipynb #5741cbd2
 import math,os,torch
 from warnings import warn
-from contextlib import contextmanager,nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext
 from copy import deepcopy
 from inspect import signature
 from types import SimpleNamespace
@@ -40,19 +40,21 @@ from .head import *
 from .borrow import *
 from .accumulate import *
 from .events import *
+from .gradients import *
 
 # %% ../nbs/09_trainer.ipynb #97a04058
-_in_each_batch = 'before_batch','before_backward','after_batch'
+_in_each_batch = 'before_batch','after_batch'
 
 def _at_rest():
     "What a fit changes, as it is outside of one"
     return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sent=SimpleNamespace(sums=0., scales=0.),
-        _unsynced=[], _per_sample=None)
+        _unsynced=[], _per_sample=None, _trained=None, _ddps={}, _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False, _due=False,
+        _passes=0, _loss=None)
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
-    _lent = '_with_events','_do_one_batch','_backward','_call_one','lr_find'
-    _stateattrs = ('_job','_events','_through','_swaps','_shares','_phases','_window','_sent','_unsynced','_plans','_planned','_opaque','_kind')
+    _lent = '_with_events','_call_one','lr_find'
+    _stateattrs = ('_job','_events','_plans','_planned','_opaque','_kind',*_at_rest())
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
@@ -116,10 +118,31 @@ def wrap(self:DistributedTrainer):
 
 @patch
 def _prepare(self:DistributedTrainer):
-    self._trainable = [p.requires_grad for p in self.learn.model.parameters()]
+    "Lend the Learner a wrapper for what it trains now: the one that it had when it trained that before, or a new one"
+    live,was,now = self._job.live,self._trained,Trained(self.learn.model, self.learn.opt)
+    new = now.key not in self._ddps
+    if new:
+        unsync_bn(self._swaps)
+        self._ddps[now.key] = now,live.prepare(now.model),live.carry
+    (_,self._through,self._carry),self._trained = self._ddps[now.key],now
+    if new or was.model is not now.model: self._sync_norms()
+    self._share_others()
+    self._watch()
+
+@patch
+def _share_others(self:DistributedTrainer):
+    "Rank 0's values for all, of parameters that the optimizer has and the model has not"
+    new = [p for p in self._trained.others if not any(p is o for o in self._others)]
+    self._others += new
+    if self.size==1 or not new: return
+    with torch.no_grad():
+        for p,v in zip(new, broadcast_obj([p.detach().cpu() for p in new])): p.copy_(v)
+
+@patch
+def _sync_norms(self:DistributedTrainer):
     unsync_bn(self._swaps)
-    self._through = self._job.live.prepare(self.learn.model)
-    self._swaps = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else []
+    self._swaps,self._padding = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else [],False
+    if self._phases: self.before_batch()
 
 # %% ../nbs/09_trainer.ipynb #2cebf081
 @patch
@@ -135,6 +158,7 @@ def _set_precision(self:DistributedTrainer, mp):
 # %% ../nbs/09_trainer.ipynb #8678512a
 @patch
 def unwrap(self:DistributedTrainer):
+    self._hooks.close()
     unsync_bn(self._swaps)
     self.__dict__.update(_at_rest())
     for m in self.learn.metrics: vars(m).pop('accumulate', None)
@@ -182,6 +206,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     run = super(DistributedTrainer, self)._on_with_events
     if self._events.alone: return self._aside(f, event_type, ex, final)
     if self.size==1: return run(f, event_type, ex, final)
+    if self._plain and event_type=='batch': f = partial(self._on_batch, f)
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
@@ -322,7 +347,6 @@ def _find_in_memory(self:DistributedTrainer, cb):
 # %% ../nbs/09_trainer.ipynb #7136c59a
 @patch
 def before_train(self:DistributedTrainer):
-    if [p.requires_grad for p in self.learn.model.parameters()]!=self._trainable: self._prepare()
     self._start(StepDL)
     rec = self._phases[-1].recorder
     self._unsynced,self._smooth = [],(rec.smooth_loss.val,rec.smooth_loss.count) if rec else None
@@ -361,14 +385,20 @@ def _report(self:DistributedTrainer, ph): "Let `fastdist.report` put together wh
 
 # %% ../nbs/09_trainer.ipynb #20f34227
 @patch
-def _on_do_one_batch(self:DistributedTrainer):
-    run = super(DistributedTrainer, self)._on_do_one_batch
-    if not self._window or not self.learn.training or self._through is None: return run()
-    self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
-    with nullcontext() if self.size==1 or self._exchanges() else self._through.no_sync(): run()
+def _on_batch(self:DistributedTrainer, do_one_batch):
+    run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
+    if not self.learn.training or self._through is None: return run()
+    self._due,self._passes = True,0
+    if not self._trained.holds(self.learn.model, self.learn.opt): self._prepare()
+    if self._window: self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
+    with nullcontext() if self.size==1 or self._exchanges() or not self._trained.learns else self._through.no_sync(): run()
+    self._due = False
+    if self._passes and not self._window and self.learn.loss is not self._loss: self._share_loss()
 
 @patch
 def _exchanges(self:DistributedTrainer): return self._window.ends or self._job.live.sync_each
+@patch
+def _goes_through(self:DistributedTrainer): return self.learn.training and not self._bare
 
 # %% ../nbs/09_trainer.ipynb #508b8bd4
 @patch
@@ -420,14 +450,21 @@ def _counted(self:DistributedTrainer, f, y):
 
 # %% ../nbs/09_trainer.ipynb #2827ec1a
 @patch
-def before_backward(self:DistributedTrainer):
-    if self.size==1 and not self._window: return
+def _batch_pass(self:DistributedTrainer, run, t, g):
+    "The backward pass over the loss `t` of the batch, weighed"
+    self._due = False
     self._ask_loss(self.learn if self._part() else None)
     with torch._C.DisableTorchFunctionSubclass(): # fastai's tensor types cost more here than the arithmetic
         w,d = self._weights()
         f = w*self._in_window()
-        if not (isinstance(f, float) and f==1): self.learn.loss_grad = self.learn.loss_grad*f
+        if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         self._add_up(w, d)
+    carry = self._carry if self._waits else None
+    with aside(self._trained.active) if self._passes and not self._window else nullcontext():
+        if carry is None: run(t, g)
+        else: run((t,carry), (g,self._sent.sums.to(carry.dtype)))
+        self._exchange()
+    self._passes += 1
 
 @patch
 def _in_window(self:DistributedTrainer):
@@ -441,11 +478,10 @@ def _in_window(self:DistributedTrainer):
 # %% ../nbs/09_trainer.ipynb #c26f104b
 @patch
 def _add_up(self:DistributedTrainer, w, d):
-    learn,carry,win,sent = self.learn,self._job.live.carry,self._window,self._sent
-    mine = _numbers(learn.loss, w, d)
+    win,sent = self._window,self._sent
+    mine = _numbers(self.learn.loss, w, d)
     if win: self._unsynced.append(mine)
     sent.sums,sent.scales = (sent.sums+mine*win.scale,sent.scales+win.scale) if win else (mine,1.)
-    if carry is not None and self._exchanges(): learn.loss_grad = carried(learn.loss_grad, carry, sent.sums.to(carry.dtype))
 
 def _numbers(loss, w, d):
     "Weighted loss and weight, without waiting for a GPU"
@@ -456,24 +492,99 @@ def _numbers(loss, w, d):
 
 # %% ../nbs/09_trainer.ipynb #5fec2e92
 @patch
-def _on_backward(self:DistributedTrainer):
-    type(self.learn)._backward(self.learn)
+def _exchange(self:DistributedTrainer):
+    "After a pass over the loss: what DDP did not exchange, and what came with what it did"
+    ddp,self._waits,mean = self._waits,False,None
     if self.size==1 and not self._window or not self._exchanges(): return
-    learn,sent,carry,mean = self.learn,self._sent,self._job.live.carry,None
-    if carry is not None: mean,carry.grad = carry.grad,None
+    if ddp and self._carry is not None: mean,self._carry.grad = self._carry.grad,None
+    rest = self._trained.active if not ddp else [p for p in self._trained.others if p.requires_grad]
+    if self.size>1 and rest: mean = ifnone(mean, average_grads(rest, self._sent.sums))
     if not self._window.ends: return
-    if mean is None: mean = all_reduce(sent.sums.clone())/self.size
+    self._read(all_reduce(self._sent.sums.clone())/self.size if mean is None else mean)
+
+@patch
+def _read(self:DistributedTrainer, mean):
+    "`mean` over ranks of weighted losses and of weights"
+    sent = self._sent
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
-    if self._loss_kind()[1]: self._divide(den/sent.scales)
-    if not self._window: learn.loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
+    if self._loss_kind()[1]: self._divide(self._trained.active, den/sent.scales)
+    if not self._window: self.learn.loss = self._loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
     sent.sums,sent.scales = 0.,0.
 
 @patch
-def _divide(self:DistributedTrainer, d):
-    "Divide the gradients by `d`, the mean of the weights; where nothing counts they are zero"
+def _divide(self:DistributedTrainer, active, d):
+    "Divide the gradients of `active` by `d`, the mean of the weights; where nothing counts they are zero"
     if isinstance(d, float) and (abs(d-1)<1e-6 or d==0): return
     if isinstance(d, Tensor): d = torch.where(d==0, 1., d).float()
-    torch._foreach_div_([p.grad for p in self.learn.model.parameters() if p.grad is not None], d)
+    torch._foreach_div_([p.grad for p in active if p.grad is not None], d)
+
+# %% ../nbs/09_trainer.ipynb #e9389a36
+@patch
+def _watch(self:DistributedTrainer):
+    "See each backward pass and each step of the optimizer, until the fit ends"
+    opt = self.learn.opt
+    if self.size==1 and not self._window: return
+    if not self._watched: self._hooks.enter_context(each_backward(self._on_backward))
+    if any(o is opt for o in self._watched): return
+    self._watched.append(opt)
+    if self.size>1: self._hooks.enter_context(each_step(opt, self._on_step))
+
+@patch
+def _forward(self:DistributedTrainer, *args, **kwargs):
+    self._waits = self.size>1 and self._trained.learns and self._exchanges() and torch.is_grad_enabled()
+    return self._through(*args, **kwargs)
+
+# %% ../nbs/09_trainer.ipynb #bef86b8b
+@patch
+def _on_backward(self:DistributedTrainer, run, t, g, kw):
+    at = vars(self.learn)
+    if not self.learn.training or self._events.alone: return run(t, g)
+    if self._due and kw.get('inputs') is None and any(t is at.get(k) for k in ('loss_grad','loss')): return self._batch_pass(run, t, g)
+    if self.size==1: run(t, g)
+    else: self._other_pass(run, t, g)
+
+@patch
+def _on_step(self:DistributedTrainer):
+    if self.learn.training and not self._passes and not self._events.alone: self._share_grads(self._active())
+
+# %% ../nbs/09_trainer.ipynb #209870ec
+@patch
+def _other_pass(self:DistributedTrainer, run, t, g):
+    "A backward pass that DDP is not to see"
+    if self._waits: self._go_bare()
+    active = self._active()
+    with aside(active):
+        run(t, g)
+        self._share_grads(active)
+
+@patch
+def _active(self:DistributedTrainer):
+    "What is trained at the moment"
+    now = own_model(self.learn),self.learn.opt
+    return (self._trained if self._trained.holds(*now) else Trained(*now)).active
+
+@patch
+def _go_bare(self:DistributedTrainer):
+    "Let DDP forget the forward pass after which it waits for a backward pass, and do without it from here on"
+    self._through.reducer._reset_state()
+    self._waits,self._bare = False,True
+
+@patch
+def _share_grads(self:DistributedTrainer, active):
+    "Put the gradients of all ranks in the place of this rank's, weighed as its batch is"
+    if not any(p.grad is not None for p in active): return
+    w,d = self._weights() if self._phases and self.learn.training else (1.,1.)
+    den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self._window.scale if self._window.every>1 else 1.))
+    if self._loss_kind()[1]: self._divide(active, den)
+    self._passes += 1
+
+@patch
+def _share_loss(self:DistributedTrainer):
+    learn = self.learn
+    if learn.loss is None or self.size==1: return
+    w,d = self._weights()
+    num,den = all_reduce(_numbers(torch.as_tensor(learn.loss), w, d))
+    learn.loss = self._loss = num/den
 
 # %% ../nbs/09_trainer.ipynb #38833423
 @patch
