@@ -19,6 +19,7 @@
 - `fastdist.norm`: Batch norm over all ranks, on any device, lent to the user's own modules
 - `fastdist.order`: Which sample goes where, by arithmetic on an order that all ranks share
 - `fastdist.randomness`: What ranks must decide alike, and what they must not
+- `fastdist.replicas`: Do all ranks hold the same model?
 - `fastdist.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
 - `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
@@ -42,7 +43,8 @@ from .trainer import DistributedTrainer
 from . import report
 from .learner import ParallelTrainer
 from . import saving
-from .desync import DesyncCheck, DesyncError
+from .replicas import DesyncError
+from .desync import DesyncCheck
 if collected: gc.enable()
 
 __version__ = version('fastdist')

@@ -95,12 +95,12 @@ def _on_batch(self:WrapperCallback, do_one_batch):
     finally:
         if learn.model is once: learn.model = once.model
 
+# %% ../nbs/08_borrow.ipynb #e1b3a5d1
 @patch
 def _goes_through(self:WrapperCallback): return self.learn.training
 @patch
 def _forward(self:WrapperCallback, *args, **kwargs): return self._through(*args, **kwargs)
 
-# %% ../nbs/08_borrow.ipynb #e1b3a5d1
 @patch
 def before_fit(self:WrapperCallback):
     if self._fitting: self.wrap()

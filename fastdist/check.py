@@ -41,6 +41,7 @@ from .launch import *
 from .lifeline import *
 from .comm import *
 from .learner import *
+from .replicas import *
 from .desync import *
 
 # %% ../nbs/13_check.ipynb #ed7ffd0a

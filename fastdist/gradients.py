@@ -73,9 +73,9 @@ def _flat(p, dtype):
     g = torch.zeros_like(p) if p.grad is None else p.grad
     return (torch.view_as_real(g) if g.is_complex() else g).detach().reshape(-1).to(dtype)
 
-def _unflat(p, flat):
-    return (torch.view_as_complex(flat.view(*p.shape, 2)) if p.is_complex() else flat.view(p.shape)).to(p.dtype)
+def _unflat(p, flat): return (torch.view_as_complex(flat.view(*p.shape, 2)) if p.is_complex() else flat.view(p.shape)).to(p.dtype)
 
+# %% ../nbs/08c_gradients.ipynb #d8a82f2b
 @torch.no_grad()
 def average_grads(
     params:list, # Whose gradients are averaged in place; those that only some ranks have count as zero on the others

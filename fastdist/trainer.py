@@ -41,6 +41,7 @@ from .borrow import *
 from .accumulate import *
 from .events import *
 from .gradients import *
+from .replicas import *
 
 # %% ../nbs/09_trainer.ipynb #97a04058
 _in_each_batch = 'before_batch','after_batch'
@@ -48,8 +49,8 @@ _in_each_batch = 'before_batch','after_batch'
 def _at_rest():
     "What a fit changes, as it is outside of one"
     return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sent=SimpleNamespace(sums=0., scales=0.),
-        _unsynced=[], _per_sample=None, _trained=None, _ddps={}, _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False, _due=False,
-        _passes=0, _loss=None)
+        _unsynced=[], _per_sample=None, _trained=None, _ddps={}, _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False,
+        _due=False, _passes=0, _loss=None, compares=False)
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
@@ -59,10 +60,11 @@ class DistributedTrainer(WrapperCallback):
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
         patience=None, # Seconds without progress after which a rank counts as stuck; the process group's timeout by default
+        desync_check=True, # Compare what ranks hold when an epoch's training ends?
         **kwargs
     ):
         check_options(**kwargs)
-        self.sync_bn,self.patience,self.options,self._said = sync_bn,check_patience(patience),kwargs,False
+        self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience),desync_check,kwargs,False
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
         self.accelerator = Accelerator(**kwargs)
         self._init_state()
@@ -113,6 +115,7 @@ def wrap(self:DistributedTrainer):
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: self._find_in_memory(cb)
     self._prepare()
+    self.compares = self.desync_check and self.size>1
     if self.size>1 and not self._said and self._job.world.rank==0: print(self._startup())
     self._said = True
 
@@ -129,6 +132,7 @@ def _prepare(self:DistributedTrainer):
     self._share_others()
     self._watch()
 
+# %% ../nbs/09_trainer.ipynb #f76886ee
 @patch
 def _share_others(self:DistributedTrainer):
     "Rank 0's values for all, of parameters that the optimizer has and the model has not"
@@ -254,10 +258,17 @@ def _whole_again(self:DistributedTrainer):
 @patch
 def _nested(self:DistributedTrainer, run, f, event_type, *args):
     depth = len(self._phases)
-    try: return run(f, event_type, *args)
+    try:
+        run(f, event_type, *args)
+        if event_type=='train' and self.compares: self._compare()
     except BaseException:
         if event_type in ('train','validate'): del self._phases[depth:]
         raise
+
+@patch
+def _compare(self:DistributedTrainer):
+    "Raise `DesyncError` unless all ranks hold the same"
+    check_alike(learner_state(self.learn), f'at the end of training in epoch {self.learn.epoch}', more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.')
 
 @patch
 def _where(self:DistributedTrainer):
@@ -496,6 +507,7 @@ def _exchange(self:DistributedTrainer):
     "After a pass over the loss: what DDP did not exchange, and what came with what it did"
     ddp,self._waits,mean = self._waits,False,None
     if self.size==1 and not self._window or not self._exchanges(): return
+    if ddp: self._check_reduced()
     if ddp and self._carry is not None: mean,self._carry.grad = self._carry.grad,None
     rest = self._trained.active if not ddp else [p for p in self._trained.others if p.requires_grad]
     if self.size>1 and rest: mean = ifnone(mean, average_grads(rest, self._sent.sums))
@@ -518,6 +530,15 @@ def _divide(self:DistributedTrainer, active, d):
     if isinstance(d, Tensor): d = torch.where(d==0, 1., d).float()
     torch._foreach_div_([p.grad for p in active if p.grad is not None], d)
 
+# %% ../nbs/09_trainer.ipynb #16c79592
+@patch
+def _check_reduced(self:DistributedTrainer):
+    "Raise an error before the step where DDP still waits for gradients"
+    try: return self._through._check_reducer_finalized()
+    except RuntimeError: names = [n for n,p in self._trained.model.named_parameters() if p.requires_grad and p.grad is None]
+    raise RuntimeError(f'The loss does not depend on all parameters{": not on " if names else ""}{", ".join(names[:3])}, so DDP did not average the gradients. HINT: '
+        'distrib_ctx(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze them')
+
 # %% ../nbs/09_trainer.ipynb #e9389a36
 @patch
 def _watch(self:DistributedTrainer):
@@ -539,9 +560,10 @@ def _forward(self:DistributedTrainer, *args, **kwargs):
 def _on_backward(self:DistributedTrainer, run, t, g, kw):
     at = vars(self.learn)
     if not self.learn.training or self._events.alone: return run(t, g)
-    if self._due and kw.get('inputs') is None and any(t is at.get(k) for k in ('loss_grad','loss')): return self._batch_pass(run, t, g)
-    if self.size==1: run(t, g)
-    else: self._other_pass(run, t, g)
+    odd = kw['create_graph'] or kw.get('inputs') is not None
+    if self._due and not odd and any(t is at.get(k) for k in ('loss_grad','loss')): self._batch_pass(run, t, g)
+    elif self.size==1: run(t, g)
+    else: self._other_pass(run, t, g, kw['create_graph'])
 
 @patch
 def _on_step(self:DistributedTrainer):
@@ -549,12 +571,14 @@ def _on_step(self:DistributedTrainer):
 
 # %% ../nbs/09_trainer.ipynb #209870ec
 @patch
-def _other_pass(self:DistributedTrainer, run, t, g):
+def _other_pass(self:DistributedTrainer, run, t, g, with_graph):
     "A backward pass that DDP is not to see"
     if self._waits: self._go_bare()
     active = self._active()
     with aside(active):
         run(t, g)
+        if with_graph and any(p.grad is not None for p in active): raise RuntimeError('backward(create_graph=True) gives this rank\'s gradients a graph, and those of '
+            'all ranks have none. HINT: torch.autograd.grad(..., create_graph=True), and one backward pass over what you make of it')
         self._share_grads(active)
 
 @patch
@@ -569,6 +593,7 @@ def _go_bare(self:DistributedTrainer):
     self._through.reducer._reset_state()
     self._waits,self._bare = False,True
 
+# %% ../nbs/09_trainer.ipynb #090a57d3
 @patch
 def _share_grads(self:DistributedTrainer, active):
     "Put the gradients of all ranks in the place of this rank's, weighed as its batch is"

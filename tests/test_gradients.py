@@ -1,6 +1,5 @@
 "Whatever makes gradients, and whoever takes the step, ranks compute what one process computes"
 import pytest
-from collections import Counter
 from contextlib import nullcontext
 from torch.profiler import ProfilerActivity,profile
 from fastcore.test import test_close,test_eq
@@ -30,13 +29,13 @@ def fitted(learn, ctx=True, epochs=2, cbs=None, **kw):
     ps = [*learn.model.state_dict().values(), *L(learn.opt.param_lists).concat()]
     return torch.cat([o.detach().float().flatten() for o in ps]).tolist(),L(learn.recorder.losses).map(float),L(learn.recorder.values).map(list)
 
-def compare(mk, cbs=noop, size=2, tol=1e-5, bs=12, **kw):
-    "Of `mk(bs)` in one process, and on `size` ranks: weights, the smoothed losses, what the recorder holds"
+def compare(mk, cbs=noop, size=2, tol=1e-5, bs=12, n=3, **kw):
+    "Of `mk(bs)` in one process, and on `size` ranks, the first `n` of weights, smoothed losses and what the recorder holds"
     one = fitted(mk(bs), ctx=False, cbs=cbs())
     for o in on_ranks(lambda rank: fitted(mk(bs//size), cbs=cbs(), **kw), size, join=False):
-        for a,b in zip(one, o, strict=True): test_close(a, b, tol)
-    return one
+        for a,b in zip(one[:n], o[:n], strict=True): test_close(a, b, tol)
 
+unused = dict(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
 sizes = pytest.mark.parametrize('size', (2,3))
 
 # Another model, another optimizer, other layers
@@ -71,7 +70,7 @@ def frozen(bs):
     return learn
 
 @sizes
-@pytest.mark.parametrize('kw', ({}, dict(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])))
+@pytest.mark.parametrize('kw', ({}, unused))
 def test_a_layer_thawed_in_an_epoch(kw, size): compare(frozen, Thaw, size, **kw)
 
 # A loss that learns
@@ -89,7 +88,7 @@ def with_loss(bs, opt=partial(SGD, mom=.9), **kw):
     return learner(bs, opt=opt, loss=lambda: loss, splitter=lambda m: [params(m),params(loss)])
 
 @sizes
-@pytest.mark.parametrize('kw', ({}, dict(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])))
+@pytest.mark.parametrize('kw', ({}, unused))
 def test_parameters_of_the_loss(kw, size): compare(with_loss, GradientClip, size, **kw)
 
 # Other backward passes
@@ -182,6 +181,65 @@ class Total(CrossEntropyLossFlat):
 def test_sums(cb, size):
     learn = lambda bs: learner(bs, loss=Total, opt=partial(Adam, eps=1e-3))
     compare(learn, cb, size, tol=1e-4)
+
+# Two models
+
+class Pairs(Data):
+    "Noise that is the same in each process, and what is real"
+    def __getitem__(self, i): return self.x[i,:4],self.x[i]
+
+def gan(bs, **kw):
+    set_seed(3)
+    ds = Pairs()
+    dls = DataLoaders(*[DataLoader(ds, bs, shuffle=o, device='cpu') for o in (True,False)])
+    gen,critic = nn.Sequential(nn.Linear(4,6), nn.ReLU(), nn.Linear(6,8)),nn.Sequential(nn.Linear(8,6), nn.LeakyReLU(), nn.Linear(6,1))
+    return GANLearner.wgan(dls, gen, critic, switcher=FixedGANSwitcher(n_crit=2, n_gen=1), clip=.3, opt_func=partial(Adam, mom=0., eps=1e-2), **kw)
+
+@sizes
+@pytest.mark.parametrize('kw', ({}, unused))
+@pytest.mark.parametrize('gen_first', (False,True))
+def test_gan(gen_first, kw, size):
+    "In validation its metric of the critic's loss is that of the last batch of training, which each rank has its own of"
+    compare(partial(gan, gen_first=gen_first), size=size, n=2, **kw)
+
+class Scaled(Callback):
+    "SAM in half precision: the second pass is scaled too"
+    def after_backward(self):
+        ps = [p for p in self.model.parameters() if p.grad is not None]
+        with torch.no_grad(): [p.add_(p.sign(), alpha=.01) for p in ps]
+        loss = self.loss_func(self.model(*self.xb), *self.yb)
+        (self.scaler.scale(loss) if hasattr(self.learn, 'scaler') else loss).backward()
+        with torch.no_grad(): [p.sub_(p.sign(), alpha=.01) for p in ps]
+
+def test_half_precision():
+    def half(bs): return learner(bs).to_fp16(init_scale=256.)
+    one = fitted(learner(12), ctx=False, cbs=Scaled())
+    for o in on_ranks(lambda rank: fitted(half(6), cbs=[Scaled(),GradientClip(10.)], cpu=True), join=False): test_close(one[0], o[0], 2e-2)
+
+def test_accumulation():
+    "The other pass of each batch is one of its own, with its own weight"
+    compare(learner, lambda: [GradientAccumulation(24),TwoSteps()], 3, n=1)
+    for o in on_ranks(lambda rank: fitted(with_loss(4), gradient_accumulation_steps=3, epochs=1), 3, join=False):
+        test_close(fitted(with_loss(36), ctx=False, epochs=1)[0], o[0], 1e-5)
+
+class Branches(nn.Module):
+    "Of two layers a rank uses one, or both ranks do"
+    def __init__(self, k):
+        super().__init__()
+        self.k,self.layers = k,nn.ModuleList([nn.Linear(8,3),nn.Linear(8,3)])
+    def forward(self, x): return self.layers[self.k](x)
+
+class Extra(Callback):
+    "A second pass through a layer that not all ranks use"
+    def after_backward(self):
+        if self.training: self.model.layers[rank_distrib()%2](self.xb[0]).square().mean().backward()
+
+def test_a_layer_that_one_rank_uses():
+    def f(rank):
+        kw = dict(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+        return fitted(learner(6, model=partial(Branches, rank%2)), cbs=Extra(), **kw)[0]
+    res = on_ranks(f, 3, join=False)
+    for o in res[1:]: test_eq(o, res[0])
 
 # Steps of one's own
 
@@ -296,3 +354,40 @@ def test_all_ranks_stop_at_nan(k):
         fitted(learn, cbs=[Spoil(),TerminateOnNaNCallback()])
         return len(learn.recorder.losses)
     test_eq(on_ranks(f, join=False), [2]*2)
+
+# What cannot be averaged is an error before the step
+
+def refused(rank, match, *cbs, **kw):
+    learn = learner(6, **kw)
+    before = [p.detach().clone() for p in learn.model.parameters()]
+    with pytest.raises(RuntimeError, match=match): fitted(learn, cbs=cbs)
+    return all(torch.equal(a, b) for a,b in zip(before, learn.model.parameters()))
+
+class Second(Callback):
+    def after_loss(self):
+        if self.training: self.loss_grad.backward(create_graph=True)
+
+class Sparse(nn.Sequential):
+    def __init__(self): super().__init__(nn.Linear(8,3), nn.Embedding(4, 3, sparse=True))
+    def forward(self, x): return self[0](x)+self[1](x[:,0].long().clamp(0,3))
+
+faults = [('HINT: torch.autograd.grad', dict(cbs=Second())), ('not on layers.1.weight, layers.1.bias, so DDP did not average', dict(model=partial(Branches, 0))),
+    (r'sparse gradient of shape \(4, 3\)', dict(model=Sparse, cls=Own))]
+
+@pytest.mark.parametrize('match,kw', faults)
+def test_refused_before_the_step(match, kw):
+    cbs = [InTheMidst()] if 'sparse' in match else []
+    test_eq(on_ranks(lambda rank: refused(rank, match, *cbs, **kw), join=False), [True]*2)
+
+# Cost
+
+def counted(rank, n, cls=Learner, **kw):
+    learn = learner(4, cls, partial(Data, n))
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: fitted(learn, epochs=1, **kw)
+    return sum(e.name=='c10d::allreduce_' for e in prof.events())
+
+def per_step(**kw):
+    a,b = [on_ranks(lambda rank: counted(rank, n, **kw), join=False)[0] for n in (64,128)]
+    return (b-a)/8
+
+def test_one_exchange_a_pass(): test_eq([per_step(), per_step(cbs=SAM()), per_step(cls=Own)], [1,2,1])
