@@ -478,7 +478,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastdist.replicas._show': ('replicas.html#_show', 'fastdist/replicas.py'),
                                    'fastdist.replicas._words': ('replicas.html#_words', 'fastdist/replicas.py'),
                                    'fastdist.replicas.all_alike': ('replicas.html#all_alike', 'fastdist/replicas.py'),
-                                   'fastdist.replicas.check_alike': ('replicas.html#check_alike', 'fastdist/replicas.py'),
+                                   'fastdist.replicas.compare_replicas': ('replicas.html#compare_replicas', 'fastdist/replicas.py'),
                                    'fastdist.replicas.differing': ('replicas.html#differing', 'fastdist/replicas.py'),
                                    'fastdist.replicas.fingerprint': ('replicas.html#fingerprint', 'fastdist/replicas.py'),
                                    'fastdist.replicas.fingerprints': ('replicas.html#fingerprints', 'fastdist/replicas.py'),

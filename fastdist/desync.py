@@ -49,7 +49,7 @@ def _check(self:DesyncCheck, at_end=False):
     state = learner_state(self.learn)
     table = self._table(state, {} if at_end else own_buffers(self.model))
     more = ' DesyncCheck(1) tells the step.' if self.every>1 else ''
-    check_alike(state, f'after step {self.n_steps} of the fit, in epoch {self.epoch}', table, more)
+    compare_replicas(state, f'after step {self.n_steps} of the fit, in epoch {self.epoch}', table, more)
 
 @patch
 def _table(self:DesyncCheck, state, own):

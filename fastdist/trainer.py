@@ -268,7 +268,7 @@ def _nested(self:DistributedTrainer, run, f, event_type, *args):
 @patch
 def _compare(self:DistributedTrainer):
     "Raise `DesyncError` unless all ranks hold the same"
-    check_alike(learner_state(self.learn), f'at the end of training in epoch {self.learn.epoch}', more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.')
+    compare_replicas(learner_state(self.learn), f'at the end of training in epoch {self.learn.epoch}', more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.')
 
 @patch
 def _where(self:DistributedTrainer):
