@@ -50,7 +50,7 @@ def _at_rest():
     "What a fit changes, as it is outside of one"
     return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sent=SimpleNamespace(sums=0., scales=0.),
         _unsynced=[], _per_sample=None, _trained=None, _ddps={}, _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False,
-        _due=False, _passes=0, _loss=None, compares=False)
+        _due=False, _passes=0, _added=False, _loss=None, compares=False)
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
@@ -471,11 +471,11 @@ def _batch_pass(self:DistributedTrainer, run, t, g):
         if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         self._add_up(w, d)
     carry = self._carry if self._waits else None
-    with aside(self._trained.active) if self._passes and not self._window else nullcontext():
+    with aside(self._trained.active) if self._added and not self._window else nullcontext():
         if carry is None: run(t, g)
         else: run((t,carry), (g,self._sent.sums.to(carry.dtype)))
         self._exchange()
-    self._passes += 1
+    self._passes,self._added = self._passes+1,False
 
 @patch
 def _in_window(self:DistributedTrainer):
@@ -601,7 +601,7 @@ def _share_grads(self:DistributedTrainer, active):
     w,d = self._weights() if self._phases and self.learn.training else (1.,1.)
     den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self._window.scale if self._window.every>1 else 1.))
     if self._loss_kind()[1]: self._divide(active, den)
-    self._passes += 1
+    self._passes,self._added = self._passes+1,True
 
 @patch
 def _share_loss(self:DistributedTrainer):

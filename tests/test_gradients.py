@@ -51,9 +51,7 @@ class NewModel(Callback):
         if opt: self.learn.create_opt()
         self.learn.opt.set_hypers(lr=.05)
 
-@sizes
-@pytest.mark.parametrize('opt', (True,False))
-@pytest.mark.parametrize('event', ('before_epoch','before_train','before_batch'))
+@pytest.mark.parametrize('event,opt,size', [('before_epoch',True,2), ('before_train',True,3), ('before_batch',True,3), ('before_batch',False,2), ('before_epoch',False,3)])
 def test_another_model(event, opt, size): compare(learner, lambda: NewModel(event, opt), size)
 
 class Thaw(Callback):
@@ -167,20 +165,16 @@ def test_other_passes(cb, size): compare(learner, cb, size)
 
 def ignores(): return CrossEntropyLossFlat(ignore_index=1)
 
-@sizes
-@pytest.mark.parametrize('cb', (SAM,InTheMidst,TwoSteps,ByHand))
-def test_a_mean_over_some_targets(cb, size):
+@pytest.mark.parametrize('cb', (SAM,Adversarial,InTheMidst,TwoSteps,ByHand))
+def test_a_mean_over_some_targets(cb):
     "One process divides each pass by the number of targets that count in its batch"
-    compare(partial(learner, loss=ignores), cb, size)
+    compare(partial(learner, loss=ignores), cb, 3)
 
 class Total(CrossEntropyLossFlat):
     def __init__(self, **kw): super().__init__(reduction='sum')
 
-@sizes
 @pytest.mark.parametrize('cb', (SAM,InTheMidst,ByHand))
-def test_sums(cb, size):
-    learn = lambda bs: learner(bs, loss=Total, opt=partial(Adam, eps=1e-3))
-    compare(learn, cb, size, tol=1e-4)
+def test_sums(cb): compare(lambda bs: learner(bs, loss=Total, opt=partial(Adam, eps=1e-3)), cb, 3, tol=1e-4)
 
 # Two models
 
@@ -195,9 +189,7 @@ def gan(bs, **kw):
     gen,critic = nn.Sequential(nn.Linear(4,6), nn.ReLU(), nn.Linear(6,8)),nn.Sequential(nn.Linear(8,6), nn.LeakyReLU(), nn.Linear(6,1))
     return GANLearner.wgan(dls, gen, critic, switcher=FixedGANSwitcher(n_crit=2, n_gen=1), clip=.3, opt_func=partial(Adam, mom=0., eps=1e-2), **kw)
 
-@sizes
-@pytest.mark.parametrize('kw', ({}, unused))
-@pytest.mark.parametrize('gen_first', (False,True))
+@pytest.mark.parametrize('gen_first,kw,size', [(False,{},2), (True,{},3), (False,unused,3), (True,unused,2)])
 def test_gan(gen_first, kw, size):
     "In validation its metric of the critic's loss is that of the last batch of training, which each rank has its own of"
     compare(partial(gan, gen_first=gen_first), size=size, n=2, **kw)
@@ -378,6 +370,13 @@ faults = [('HINT: torch.autograd.grad', dict(cbs=Second())), ('not on layers.1.w
 def test_refused_before_the_step(match, kw):
     cbs = [InTheMidst()] if 'sparse' in match else []
     test_eq(on_ranks(lambda rank: refused(rank, match, *cbs, **kw), join=False), [True]*2)
+
+def with_norm(): return nn.Sequential(nn.Linear(8,6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6,3))
+
+def test_a_gradient_of_a_gradient_past_batch_norm():
+    "The statistics of all ranks are no function that is differentiated twice"
+    test_eq(on_ranks(lambda rank: refused(rank, 'once_differentiable', Penalty(), model=with_norm), join=False), [True]*2)
+    compare(partial(learner, model=with_norm), Penalty, n=0, sync_bn=False)
 
 # Cost
 
