@@ -233,6 +233,52 @@ def test_a_layer_that_one_rank_uses():
     res = on_ranks(f, 3, join=False)
     for o in res[1:]: test_eq(o, res[0])
 
+# Trainings within a training
+
+class Nested(Callback):
+    "The same Learner"
+    def before_epoch(self):
+        if self.epoch!=1 or hasattr(self, 'epochs'): return
+        self.epochs = self.n_epoch
+        self.learn.fit(1, .05)
+        self.learn.n_epoch,self.learn.epoch = self.epochs,1
+
+class Inner(Callback):
+    "Another Learner, of the same model"
+    def after_epoch(self):
+        inner = learner(12, model=lambda: self.model)
+        with inner.no_bar(), inner.no_logging(): inner.fit(1, .05)
+
+class OwnLoop(Callback):
+    "No Learner"
+    def after_epoch(self):
+        self.model.train()
+        for i in range(3):
+            x,y = Data()[slice(i*6, i*6+6)]
+            self.loss_func(self.model(x), y).backward()
+            self.opt.step()
+            self.opt.zero_grad()
+
+class Other(Callback):
+    "A model of the callback's"
+    def before_fit(self):
+        self.probe = nn.Linear(3,1)
+        self.own_opt = torch.optim.SGD(self.probe.parameters(), lr=.1)
+    def after_pred(self):
+        if not self.training: return
+        self.probe(self.pred.detach()).mean().backward()
+        self.own_opt.step()
+
+class OnRank0(OwnLoop):
+    "One rank alone looks at gradients, and lets them be"
+    rank0_only = True
+    def after_epoch(self):
+        self.loss_func(self.model(Data().x), Data().y).backward()
+        self.opt.zero_grad()
+
+@pytest.mark.parametrize('cb', (Nested,Inner,OwnLoop,Other,OnRank0))
+def test_trainings_within(cb): compare(learner, cb, 3, n=1)
+
 # Steps of one's own
 
 class Own(Learner):
