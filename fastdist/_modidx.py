@@ -393,7 +393,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastdist.loss.Carrier.forward': ('loss.html#carrier.forward', 'fastdist/loss.py'),
                                'fastdist.loss._class_options': ('loss.html#_class_options', 'fastdist/loss.py'),
                                'fastdist.loss._mixed': ('loss.html#_mixed', 'fastdist/loss.py'),
-                               'fastdist.loss.carried': ('loss.html#carried', 'fastdist/loss.py'),
                                'fastdist.loss.global_losses': ('loss.html#global_losses', 'fastdist/loss.py'),
                                'fastdist.loss.has_normaliser': ('loss.html#has_normaliser', 'fastdist/loss.py'),
                                'fastdist.loss.how_reduced': ('loss.html#how_reduced', 'fastdist/loss.py'),
