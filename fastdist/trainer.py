@@ -590,6 +590,7 @@ def _active(self:DistributedTrainer):
 @patch
 def _go_bare(self:DistributedTrainer):
     "Let DDP forget the forward pass after which it waits for a backward pass, and do without it from here on"
+    if self._through.static_graph: raise RuntimeError('You set static_graph=True, and there is a backward pass before the one over the loss of the batch. HINT: leave it out')
     self._through.reducer._reset_state()
     self._waits,self._bare = False,True
 
@@ -598,6 +599,7 @@ def _go_bare(self:DistributedTrainer):
 def _share_grads(self:DistributedTrainer, active):
     "Put the gradients of all ranks in the place of this rank's, weighed as its batch is"
     if not any(p.grad is not None for p in active): return
+    if self._due and self.learn.pred is not None: self._ask_loss(self.learn if self._part() else None)
     w,d = self._weights() if self._phases and self.learn.training else (1.,1.)
     den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self._window.scale if self._window.every>1 else 1.))
     if self._loss_kind()[1]: self._divide(active, den)

@@ -5,7 +5,7 @@ from torch.profiler import ProfilerActivity,profile
 from fastcore.test import test_close,test_eq
 from fastai.vision.all import *
 from fastai.vision.gan import *
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType,DistributedDataParallelKwargs
 from fastdist import *
 
 class Data:
@@ -175,6 +175,11 @@ class Total(CrossEntropyLossFlat):
 
 @pytest.mark.parametrize('cb', (SAM,InTheMidst,ByHand))
 def test_sums(cb): compare(lambda bs: learner(bs, loss=Total, opt=partial(Adam, eps=1e-3)), cb, 3, tol=1e-4)
+
+hooked = dict(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
+
+@pytest.mark.parametrize('cb,kw,tol', [(noop,hooked,1e-2), (SAM,hooked,1e-2), (InTheMidst,unused,1e-5), (SAM,unused,1e-5)])
+def test_options_of_ddp(cb, kw, tol): compare(learner, cb, n=1, tol=tol, **kw)
 
 # Two models
 
