@@ -599,7 +599,7 @@ def _go_bare(self:DistributedTrainer):
 def _share_grads(self:DistributedTrainer, active):
     "Put the gradients of all ranks in the place of this rank's, weighed as its batch is"
     if not any(p.grad is not None for p in active): return
-    if self._due and self.learn.pred is not None: self._ask_loss(self.learn if self._part() else None)
+    if self._due and vars(self.learn).get('pred') is not None: self._ask_loss(self.learn if self._part() else None)
     w,d = self._weights() if self._phases and self.learn.training else (1.,1.)
     den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self._window.scale if self._window.every>1 else 1.))
     if self._loss_kind()[1]: self._divide(active, den)
