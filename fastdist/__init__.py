@@ -11,6 +11,7 @@
 - `fastdist.digest`: What a loader holds, in a few plain values that ranks can compare
 - `fastdist.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.exchanges`: Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
+- `fastdist.gradients`: Gradients that the optimizer is about to use are those of all ranks
 - `fastdist.growth`: A model that has other layers after training than before, taken on by the object that was there before
 - `fastdist.head`: The same object in the head, before there are ranks, and in each rank
 - `fastdist.home`: What training on ranks has changed comes back to the object in the head
@@ -23,6 +24,7 @@
 - `fastdist.norm`: Batch norm over all ranks, on any device, lent to the user's own modules
 - `fastdist.order`: Which sample goes where, by arithmetic on an order that all ranks share
 - `fastdist.randomness`: What ranks must decide alike, and what they must not
+- `fastdist.replicas`: Do all ranks hold the same model?
 - `fastdist.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
 - `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
@@ -46,7 +48,8 @@ from .trainer import DistributedTrainer
 from . import report
 from .learner import ParallelTrainer
 from . import saving
-from .desync import DesyncCheck, DesyncError
+from .replicas import DesyncError
+from .desync import DesyncCheck
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',

@@ -195,6 +195,7 @@ def prepare(self:ProcessAccelerator,
     self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=per_step)
     shared = Carrier(model) if self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
     self.carry = shared.carry if shared is not model and self._carries() else None
+    if shared is not model: shared.carry.requires_grad_(self._carries()) # DDP waits for all that have a gradient
     with told(self.world), catch_warnings():
         filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
         res = self.acc.prepare_model(shared)

@@ -41,6 +41,7 @@ from .launch import *
 from .lifeline import *
 from .comm import *
 from .learner import *
+from .replicas import *
 from .desync import *
 
 # %% ../nbs/13_check.ipynb #ed7ffd0a
@@ -321,7 +322,7 @@ def _in_job(rep, learn, timeout):
     "In the context of `learn`, where no rank may stand still for more than `timeout` seconds"
     ours = rep.world.size>1 and not dist.is_initialized()
     how = dict(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))]) if ours else {}
-    with learn.distrib_ctx(patience=timeout, **how):
+    with learn.distrib_ctx(patience=timeout, desync_check=False, **how):
         rep.joined,line = True,lifeline()
         with line.watch(lambda: rep.doing) if line else nullcontext(): yield
 

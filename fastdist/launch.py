@@ -62,13 +62,7 @@ class RankError(RuntimeError):
 
     def __reduce__(self): return type(self),(self.rank,self.msg,self.shown)
 
-# %% ../nbs/01_launch.ipynb #d9437ecb
-def _rank():
-    "Number of this process in a job of several, `None` elsewhere"
-    with suppress(Exception):
-        w = this_world()
-        return w.rank if w.size>1 else None
-
+# %% ../nbs/01_launch.ipynb #0707e9de
 def everywhere(
     e:Exception # Raised on all ranks, with one message
 )->Exception: # `e`
@@ -77,6 +71,13 @@ def everywhere(
     return e
 
 def is_everywhere(e)->bool: return getattr(e, 'everywhere', False) or isinstance(e, RankError) and e.rank is None
+
+# %% ../nbs/01_launch.ipynb #d9437ecb
+def _rank():
+    "Number of this process in a job of several, `None` elsewhere"
+    with suppress(Exception):
+        w = this_world()
+        return w.rank if w.size>1 else None
 
 def show_once(
     show:callable, # What `sys.excepthook` was before
@@ -91,7 +92,6 @@ def show_once(
         sys.stderr.write(f'fastdist: rank {rank} ends {why}\n')
     elif show is sys.__excepthook__ and (rank is not None or isinstance(err, RankError)): sys.stderr.write(traceback_text(err)+'\n')
     else: show(kind, err, tb)
-
 
 # %% ../nbs/01_launch.ipynb #56e76339
 def ignore_quietly(

@@ -122,10 +122,11 @@ def blamed(
 def to_distributed(self:Learner,
     sync_bn=True, # Let batch norm count the samples of all ranks?
     patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
+    desync_check=True, # Compare what ranks hold when an epoch's training ends?
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
-    return self.detach_distributed().add_cb(DistributedTrainer(sync_bn, patience, **kwargs))
+    return self.detach_distributed().add_cb(DistributedTrainer(sync_bn, patience, desync_check, **kwargs))
 
 @patch
 def detach_distributed(self:Learner)->Learner: # Itself
@@ -139,11 +140,12 @@ def distrib_ctx(self:Learner,
     sync_bn=True, # Let batch norm count the samples of all ranks?
     in_notebook=False, # Accepted for fastai's sake; launchers are told apart by themselves
     patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
+    desync_check=True, # Compare what ranks hold when an epoch's training ends?
     **kwargs
 ):
     "The Learner, training on all ranks of the job inside the context"
     try:
-        with blamed(self.to_distributed(sync_bn, patience, **kwargs)): yield self
+        with blamed(self.to_distributed(sync_bn, patience, desync_check, **kwargs)): yield self
     finally: self.detach_distributed()
 
 # %% ../nbs/11_learner.ipynb #bd181704

@@ -22,6 +22,7 @@ __all__ = ['group_stats', 'combine', 'SyncBatchNorm1d', 'SyncBatchNorm2d', 'Sync
 import torch
 from torch import nn,distributed as dist
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastcore.all import *
@@ -64,6 +65,7 @@ class _GroupNormalise(Function):
         return F.batch_norm(x, mean, var, w, b, False, 0., eps),mean,var,n
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, *_):
         x,w,mean,inv,n = ctx.saved_tensors
         dims = [d for d in range(x.ndim) if d!=1]

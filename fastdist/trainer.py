@@ -15,7 +15,7 @@ __all__ = ['DistributedTrainer']
 # %% ../nbs/09_trainer.ipynb #5741cbd2
 import math,os,torch,traceback
 from warnings import warn
-from contextlib import contextmanager,nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext
 from copy import deepcopy
 from inspect import signature
 from types import SimpleNamespace
@@ -41,27 +41,32 @@ from .borrow import *
 from .accumulate import *
 from .events import *
 from .alike import *
+from .gradients import *
+from .replicas import *
+
 
 # %% ../nbs/09_trainer.ipynb #97a04058
-_in_each_batch = 'before_batch','before_backward','after_batch'
+_in_each_batch = 'before_batch','after_batch'
 
 def _at_rest():
     "What a fit changes, as it is outside of one"
     return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sent=SimpleNamespace(sums=0., scales=0.),
-        _unsynced=[], _per_sample=None)
+        _unsynced=[], _per_sample=None, _trained=None, _ddps={}, _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False,
+        _due=False, _passes=0, _added=False, _loss=None, compares=False)
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
-    _lent = '_with_events','_do_one_batch','_backward','_call_one','lr_find'
-    _stateattrs = ('_job','_events','_through','_swaps','_shares','_phases','_window','_sent','_unsynced','_plans','_planned','_opaque','_kind')
+    _lent = '_with_events','_call_one','lr_find'
+    _stateattrs = ('_job','_events','_plans','_planned','_opaque','_kind',*_at_rest())
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
         patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
+        desync_check=True, # Compare what ranks hold when an epoch's training ends?
         **kwargs
     ):
         check_options(**kwargs)
-        self.sync_bn,self.patience,self.options,self._said = sync_bn,check_patience(patience),kwargs,False
+        self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience),desync_check,kwargs,False
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
         self.accelerator = Accelerator(**kwargs)
         self._init_state()
@@ -112,15 +117,39 @@ def wrap(self:DistributedTrainer):
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: self._find_in_memory(cb)
     self._prepare()
+    self.compares = self.desync_check and self.size>1
     if self.size>1 and not self._said and self._job.world.rank==0: print(self._startup())
     self._said = True
 
 @patch
 def _prepare(self:DistributedTrainer):
-    self._trainable = [p.requires_grad for p in self.learn.model.parameters()]
+    "Lend the Learner a wrapper for what it trains now: the one that it had when it trained that before, or a new one"
+    live,was,now = self._job.live,self._trained,Trained(self.learn.model, self.learn.opt)
+    new = now.key not in self._ddps
+    if new:
+        unsync_bn(self._swaps)
+        with exchange('DistributedDataParallel, which is set up for the model'): self._ddps[now.key] = now,live.prepare(now.model),live.carry
+    (_,self._through,self._carry),self._trained = self._ddps[now.key],now
+    if new or was.model is not now.model: self._sync_norms()
+    self._share_others()
+    self._watch()
+
+
+# %% ../nbs/09_trainer.ipynb #f76886ee
+@patch
+def _share_others(self:DistributedTrainer):
+    "Rank 0's values for all, of parameters that the optimizer has and the model has not"
+    new = [p for p in self._trained.others if not any(p is o for o in self._others)]
+    self._others += new
+    if self.size==1 or not new: return
+    with torch.no_grad():
+        for p,v in zip(new, broadcast_obj([p.detach().cpu() for p in new])): p.copy_(v)
+
+@patch
+def _sync_norms(self:DistributedTrainer):
     unsync_bn(self._swaps)
-    with exchange('DistributedDataParallel, which is set up for the model'): self._through = self._job.live.prepare(self.learn.model)
-    self._swaps = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else []
+    self._swaps,self._padding = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else [],False
+    if self._phases: self.before_batch()
 
 # %% ../nbs/09_trainer.ipynb #2cebf081
 @patch
@@ -136,6 +165,7 @@ def _set_precision(self:DistributedTrainer, mp):
 # %% ../nbs/09_trainer.ipynb #8678512a
 @patch
 def unwrap(self:DistributedTrainer):
+    self._hooks.close()
     unsync_bn(self._swaps)
     self.__dict__.update(_at_rest())
     for m in self.learn.metrics: vars(m).pop('accumulate', None)
@@ -184,6 +214,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     run = super(DistributedTrainer, self)._on_with_events
     if self._events.alone: return self._aside(f, event_type, ex, final)
     if self.size==1: return run(f, event_type, ex, final)
+    if self._plain and event_type=='batch': f = partial(self._on_batch, f)
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
@@ -231,10 +262,17 @@ def _whole_again(self:DistributedTrainer):
 @patch
 def _nested(self:DistributedTrainer, run, f, event_type, *args):
     depth = len(self._phases)
-    try: return run(f, event_type, *args)
+    try:
+        run(f, event_type, *args)
+        if event_type=='train' and self.compares: self._compare()
     except BaseException:
         if event_type in ('train','validate'): del self._phases[depth:]
         raise
+
+@patch
+def _compare(self:DistributedTrainer):
+    "Raise `DesyncError` unless all ranks hold the same"
+    compare_replicas(learner_state(self.learn), f'at the end of training in epoch {self.learn.epoch}', more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.')
 
 @patch
 def _where(self:DistributedTrainer):
@@ -324,7 +362,6 @@ def _find_in_memory(self:DistributedTrainer, cb):
 # %% ../nbs/09_trainer.ipynb #7136c59a
 @patch
 def before_train(self:DistributedTrainer):
-    if [p.requires_grad for p in self.learn.model.parameters()]!=self._trainable: self._prepare()
     self._start(StepDL)
     rec = self._phases[-1].recorder
     self._unsynced,self._smooth = [],(rec.smooth_loss.val,rec.smooth_loss.count) if rec else None
@@ -363,19 +400,26 @@ def _report(self:DistributedTrainer, ph): "Let `fastdist.report` put together wh
 
 # %% ../nbs/09_trainer.ipynb #20f34227
 @patch
-def _on_do_one_batch(self:DistributedTrainer):
-    run = super(DistributedTrainer, self)._on_do_one_batch
+def _on_batch(self:DistributedTrainer, do_one_batch):
+    run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
     if not self.learn.training or self._through is None: return run()
+    self._due,self._passes = True,0
+    if not self._trained.holds(self.learn.model, self.learn.opt): self._prepare()
     if self._window: self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
     with self._step_scope(): run()
+    self._due = False
+    if self._passes and not self._window and self.learn.loss is not self._loss: self._share_loss()
 
+# %% ../nbs/09_trainer.ipynb #2ed851e8
 @patch
 def _step_scope(self:DistributedTrainer):
-    if self.size==1: return nullcontext()
+    if self.size==1 or not self._trained.learns: return nullcontext()
     return self._job.line.exchanges.of('the training step', 'step') if self._exchanges() else self._through.no_sync()
 
 @patch
 def _exchanges(self:DistributedTrainer): return self._window.ends or self._job.live.sync_each
+@patch
+def _goes_through(self:DistributedTrainer): return self.learn.training and not self._bare
 
 # %% ../nbs/09_trainer.ipynb #508b8bd4
 @patch
@@ -438,14 +482,21 @@ def _counted(self:DistributedTrainer, f, y):
 
 # %% ../nbs/09_trainer.ipynb #2827ec1a
 @patch
-def before_backward(self:DistributedTrainer):
-    if self.size==1 and not self._window: return
+def _batch_pass(self:DistributedTrainer, run, t, g):
+    "The backward pass over the loss `t` of the batch, weighed"
+    self._due = False
     self._ask_loss(self.learn if self._part() else None)
     with torch._C.DisableTorchFunctionSubclass(): # fastai's tensor types cost more here than the arithmetic
         w,d = self._weights()
         f = w*self._in_window()
-        if not (isinstance(f, float) and f==1): self.learn.loss_grad = self.learn.loss_grad*f
+        if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         self._add_up(w, d)
+    carry = self._carry if self._waits else None
+    with aside(self._trained.active) if self._added and not self._window else nullcontext():
+        if carry is None: run(t, g)
+        else: run((t,carry), (g,self._sent.sums.to(carry.dtype)))
+        self._exchange()
+    self._passes,self._added = self._passes+1,False
 
 @patch
 def _in_window(self:DistributedTrainer):
@@ -459,11 +510,10 @@ def _in_window(self:DistributedTrainer):
 # %% ../nbs/09_trainer.ipynb #c26f104b
 @patch
 def _add_up(self:DistributedTrainer, w, d):
-    learn,carry,win,sent = self.learn,self._job.live.carry,self._window,self._sent
-    mine = _numbers(learn.loss, w, d)
+    win,sent = self._window,self._sent
+    mine = _numbers(self.learn.loss, w, d)
     if win: self._unsynced.append(mine)
     sent.sums,sent.scales = (sent.sums+mine*win.scale,sent.scales+win.scale) if win else (mine,1.)
-    if carry is not None and self._exchanges(): learn.loss_grad = carried(learn.loss_grad, carry, sent.sums.to(carry.dtype))
 
 def _numbers(loss, w, d):
     "Weighted loss and weight, without waiting for a GPU"
@@ -474,24 +524,115 @@ def _numbers(loss, w, d):
 
 # %% ../nbs/09_trainer.ipynb #5fec2e92
 @patch
-def _on_backward(self:DistributedTrainer):
-    type(self.learn)._backward(self.learn)
+def _exchange(self:DistributedTrainer):
+    "After a pass over the loss: what DDP did not exchange, and what came with what it did"
+    ddp,self._waits,mean = self._waits,False,None
     if self.size==1 and not self._window or not self._exchanges(): return
-    learn,sent,carry,mean = self.learn,self._sent,self._job.live.carry,None
-    if carry is not None: mean,carry.grad = carry.grad,None
+    if ddp: self._check_reduced()
+    if ddp and self._carry is not None: mean,self._carry.grad = self._carry.grad,None
+    rest = self._trained.active if not ddp else [p for p in self._trained.others if p.requires_grad]
+    if self.size>1 and rest: mean = ifnone(mean, average_grads(rest, self._sent.sums))
     if not self._window.ends: return
-    if mean is None: mean = all_reduce(sent.sums.clone(), kind='step')/self.size
+    self._read(all_reduce(self._sent.sums.clone(), kind='step')/self.size if mean is None else mean)
+
+@patch
+def _read(self:DistributedTrainer, mean):
+    "`mean` over ranks of weighted losses and of weights"
+    sent = self._sent
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
-    if self._loss_kind()[1]: self._divide(den/sent.scales)
-    if not self._window: learn.loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
+    if self._loss_kind()[1]: self._divide(self._trained.active, den/sent.scales)
+    if not self._window: self.learn.loss = self._loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
     sent.sums,sent.scales = 0.,0.
 
 @patch
-def _divide(self:DistributedTrainer, d):
-    "Divide the gradients by `d`, the mean of the weights; where nothing counts they are zero"
+def _divide(self:DistributedTrainer, active, d):
+    "Divide the gradients of `active` by `d`, the mean of the weights; where nothing counts they are zero"
     if isinstance(d, float) and (abs(d-1)<1e-6 or d==0): return
     if isinstance(d, Tensor): d = torch.where(d==0, 1., d).float()
-    torch._foreach_div_([p.grad for p in self.learn.model.parameters() if p.grad is not None], d)
+    torch._foreach_div_([p.grad for p in active if p.grad is not None], d)
+
+# %% ../nbs/09_trainer.ipynb #16c79592
+@patch
+def _check_reduced(self:DistributedTrainer):
+    "Raise an error before the step where DDP still waits for gradients"
+    try: return self._through._check_reducer_finalized()
+    except RuntimeError: names = [n for n,p in self._trained.model.named_parameters() if p.requires_grad and p.grad is None]
+    raise RuntimeError(f'The loss does not depend on all parameters{": not on " if names else ""}{", ".join(names[:3])}, so DDP did not average the gradients. HINT: '
+        'distrib_ctx(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze them')
+
+# %% ../nbs/09_trainer.ipynb #e9389a36
+@patch
+def _watch(self:DistributedTrainer):
+    "See each backward pass and each step of the optimizer, until the fit ends"
+    opt = self.learn.opt
+    if self.size==1 and not self._window: return
+    if not self._watched: self._hooks.enter_context(each_backward(self._on_backward))
+    if any(o is opt for o in self._watched): return
+    self._watched.append(opt)
+    if self.size>1: self._hooks.enter_context(each_step(opt, self._on_step))
+
+@patch
+def _forward(self:DistributedTrainer, *args, **kwargs):
+    self._waits = self.size>1 and self._trained.learns and self._exchanges() and torch.is_grad_enabled()
+    return self._through(*args, **kwargs)
+
+# %% ../nbs/09_trainer.ipynb #bef86b8b
+@patch
+def _on_backward(self:DistributedTrainer, run, t, g, kw):
+    at = vars(self.learn)
+    if not self.learn.training or self._events.alone: return run(t, g)
+    odd = kw['create_graph'] or kw.get('inputs') is not None
+    if self._due and not odd and any(t is at.get(k) for k in ('loss_grad','loss')): self._batch_pass(run, t, g)
+    elif self.size==1: run(t, g)
+    else: self._other_pass(run, t, g, kw['create_graph'])
+
+@patch
+def _on_step(self:DistributedTrainer):
+    if self.learn.training and not self._passes and not self._events.alone: self._share_grads(self._active())
+
+# %% ../nbs/09_trainer.ipynb #209870ec
+@patch
+def _other_pass(self:DistributedTrainer, run, t, g, with_graph):
+    "A backward pass that DDP is not to see"
+    if self._waits: self._go_bare()
+    active = self._active()
+    with aside(active):
+        run(t, g)
+        if with_graph and any(p.grad is not None for p in active): raise RuntimeError('backward(create_graph=True) gives this rank\'s gradients a graph, and those of '
+            'all ranks have none. HINT: torch.autograd.grad(..., create_graph=True), and one backward pass over what you make of it')
+        self._share_grads(active)
+
+@patch
+def _active(self:DistributedTrainer):
+    "What is trained at the moment"
+    now = own_model(self.learn),self.learn.opt
+    return (self._trained if self._trained.holds(*now) else Trained(*now)).active
+
+@patch
+def _go_bare(self:DistributedTrainer):
+    "Let DDP forget the forward pass after which it waits for a backward pass, and do without it from here on"
+    if self._through.static_graph: raise RuntimeError('You set static_graph=True, and there is a backward pass before the one over the loss of the batch. HINT: leave it out')
+    self._through.reducer._reset_state()
+    self._waits,self._bare = False,True
+
+# %% ../nbs/09_trainer.ipynb #090a57d3
+@patch
+def _share_grads(self:DistributedTrainer, active):
+    "Put the gradients of all ranks in the place of this rank's, weighed as its batch is"
+    if not any(p.grad is not None for p in active): return
+    if self._due and vars(self.learn).get('pred') is not None: self._ask_loss(self.learn if self._part() else None)
+    w,d = self._weights() if self._phases and self.learn.training else (1.,1.)
+    den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self._window.scale if self._window.every>1 else 1.))
+    if self._loss_kind()[1]: self._divide(active, den)
+    self._passes,self._added = self._passes+1,True
+
+@patch
+def _share_loss(self:DistributedTrainer):
+    learn = self.learn
+    if learn.loss is None or self.size==1: return
+    w,d = self._weights()
+    num,den = all_reduce(_numbers(torch.as_tensor(learn.loss), w, d))
+    learn.loss = self._loss = num/den
 
 # %% ../nbs/09_trainer.ipynb #38833423
 @patch

@@ -7,6 +7,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
 from fastdist.desync import *
+from fastdist.replicas import *
 from learners import collab,digits,language_model
 
 def fitted(learn, *cbs, epochs=1, **kw):
@@ -94,14 +95,39 @@ def test_a_state_that_one_rank_has_alone():
         assert 'optimizer state of 0.weight: extra' in o and 'with torch.float32 (2,) instead of nothing' in o
 
 def lost(rank):
-    "A parameter of the loss is no parameter of the model, so its gradients stay with the rank"
-    learn = digits(splitter=lambda m: L(params(m)+[scale]))
-    scale,ce = nn.Parameter(torch.ones(1)),CrossEntropyLossFlat()
-    learn.loss_func = lambda p,y: ce(p*scale, y)
-    return found(learn, DesyncCheck(1))
+    def mine(learn): learn.model[0].weight.grad *= 1+rank
+    return found(digits(), On(True, 0, mine, 'after_backward'), DesyncCheck(1))
 
-def test_parameters_that_nobody_averages():
-    for o in on_ranks(lost, join=False): assert 'optimizer state of parameter 6 of the optimizer: grad_avg after step 1' in o
+def test_gradients_that_a_rank_changes():
+    for o in on_ranks(lost, join=False): assert 'optimizer state of 0.weight: grad_avg after step 1' in o
+
+# Once an epoch
+
+def test_without_asking(size=3):
+    for who in (0,2):
+        res = on_ranks(lambda rank: found(digits(), On(rank==who, 1, weight), epochs=2), size, join=False)
+        test_eq(res, res[:1]*size)
+        assert res[0].startswith(f'ranks differ in 0.weight at the end of training in epoch 0: rank {who} from rank {0 if who else 1}, in 1 of 2048 elements by up to 0.5. HINT')
+
+class EMA(Callback):
+    "Trains with one set of weights, validates with their mean, and ends with it; on all ranks alike"
+    order = 70
+    def before_fit(self): self.mean = [p.detach().clone() for p in self.model.parameters()]
+    def after_step(self): torch._foreach_lerp_(self.mean, [p.data for p in self.model.parameters()], .1)
+    def swap(self):
+        for m,p in zip(self.mean, self.model.parameters()): m.data,p.data = p.data,m.data
+    before_validate = after_validate = swap
+
+@pytest.mark.parametrize('kw', (dict(cbs=[EMA()]), dict(cbs=[GradientClip(.1),SaveModelCallback()]), dict(mk=lambda: digits().to_fp16(init_scale=2.**30))))
+def test_callbacks_that_do_alike(kw):
+    mk,cbs = kw.get('mk', digits),kw.get('cbs', [])
+    test_eq(on_ranks(lambda rank: len(fitted(mk(), *cbs, epochs=2, cpu=True).recorder.losses), join=False), [18]*2)
+
+def off(rank):
+    learn = fitted(digits(), On(rank==1, 1, weight), desync_check=False)
+    return [type(cb).__name__ for cb in learn.cbs]
+
+def test_may_be_left_out(): test_eq(on_ranks(off, join=False), [['TrainEvalCallback','Recorder','CastToTensor','ProgressCallback']]*2)
 
 # No drift
 
@@ -161,14 +187,15 @@ def test_nan_that_all_have_is_no_difference():
 
 # Cost
 
-def exchanges(rank, *cbs):
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: learn = fitted(digits(), *cbs)
+def exchanges(rank, *cbs, **kw):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: learn = fitted(digits(), *cbs, **kw)
     return len(learn.recorder.losses),Counter(e.name for e in prof.events() if e.name.startswith('c10d::'))
 
 @pytest.mark.parametrize('every', (1,4))
 def test_one_collective_a_check(every):
-    (n,without),(_,checked) = [on_ranks(lambda rank: exchanges(rank, *cbs), join=False)[0] for cbs in ([], [DesyncCheck(every)])]
-    test_eq(checked-without, Counter({'c10d::allreduce_':n//every+1}))
+    (n,without),(_,checked),(_,both) = [on_ranks(lambda rank: exchanges(rank, *cbs, **kw), join=False)[0] for cbs,kw in
+        (([],dict(desync_check=False)), ([],{}), ([DesyncCheck(every)],{}))]
+    test_eq((checked-without, both-without), (Counter({'c10d::allreduce_':1}), Counter({'c10d::allreduce_':n//every+1})))
 
 def test_one_process_compares_nothing():
     learn = fitted(digits(), DesyncCheck(1))
