@@ -60,9 +60,7 @@ def check_alike(
     facts:dict # Name -> plain value, the same names in the same order on all ranks
 ):
     "Raise `ValueError` on all ranks unless they have the same `facts`; one all-reduce while they have"
-    crc = zlib.crc32(repr(facts).encode())
-    hi,lo = all_reduce(torch.tensor([crc,-crc]), 'max').tolist()
-    if hi==-lo: return
+    if same_on_all(facts): return
     all_,places = zip(*gather_objs((facts, place_of(sys._getframe()))))
     name = first(k for o in all_ for k in o if any(p.get(k)!=o[k] for p in all_))
     where = '' if len(set(places))==1 else f' Rank {" and rank ".join(f"{r} is at {p}" for r,p in enumerate(places[:4]))}.'

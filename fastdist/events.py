@@ -19,7 +19,7 @@ __all__ = ['cancels', 'vote', 'decides', 'is_agreed', 'is_local', 'answers', 'de
 
 # %% ../nbs/08b_events.ipynb #ae8c6caa
 import inspect,traceback
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,suppress
 from types import CodeType,FunctionType
 from fastcore.all import *
 from fastai.basics import *
@@ -29,6 +29,7 @@ from fastai.callback.training import ShortEpochCallback
 from .lifeline import *
 from .comm import *
 from .randomness import *
+from .trial import *
 from .borrow import *
 
 # %% ../nbs/08b_events.ipynb #00f62b3c
@@ -102,7 +103,7 @@ class Events:
     "Calls a Learner's callbacks"
     def __init__(self, learn, rank):
         self.learn,self.rank,self.known,self.plans,self.alone,self.aside,self.vote = learn,rank,None,{},None,None,None
-        self.at,self.phase = 'before_fit',0
+        self.at,self.phase,self.windowed = 'before_fit',0,False
 
     def of(self, event_name):
         "Who answers `event_name`, in order; is it for rank 0 alone, and do ranks vote after it?"
@@ -113,7 +114,7 @@ class Events:
 
     def _answering(self, event_name):
         for cb in sorted(self.known, key=lambda o: o.order):
-            lone,local = is_rank0_only(cb),event_name=='after_batch' and is_local(cb, self.learn.training)
+            lone,local = is_rank0_only(cb),event_name=='after_batch' and is_local(cb, self.learn.training and not self.windowed)
             votes = self.vote is not None and (id(cb) in self.deciders or local)
             if answers(cb, event_name) and (votes or not (lone and self.rank)): yield cb,lone,votes
 
@@ -177,9 +178,11 @@ _loop = 'dl','iter','n_iter','epoch','n_epoch','train_iter','pct_train','trainin
 def put_back(
     objs:list # Callbacks, metrics
 ):
-    "After it all of `objs` have the attributes that they had before; inside they have copies of lists, dicts and sets"
+    "After it all of `objs` have the attributes that they had before; inside they have copies of lists, dicts and sets, and metrics of all that they hold"
     kept = [dict(vars(o)) for o in objs]
     for o,d in zip(objs, kept): vars(o).update({k:v.copy() for k,v in d.items() if isinstance(v, (list,dict,set,L))})
+    for o in filter(risinstance(Metric), objs):
+        with suppress(Exception): vars(o).update(vars(Copies(o)()))
     try: yield
     finally:
         for o,d in zip(objs, kept):

@@ -399,12 +399,23 @@ def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, 
     res = start_ranks(partial(_in_rank, self, instance, fun, args, kwargs), self._nprocs, start, all_ranks, show_all)
     values,states = zip(*res) if all_ranks else zip(res)
     if instance is not None: come_home(instance, states[0] | dict(returned=values))
+    for o in values:
+        if isinstance(o, _Unsent): raise TypeError(f'{fun.__name__} returned something that cannot be sent from a rank: {o.why}. What it trained has come home. HINT: return numbers or tensors')
     return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
 
 def _in_rank(acc, instance, fun, args, kwargs, rank):
     was = form(both(instance)[0]) if instance is not None and rank==0 else None
     res = acc.worker(rank, instance, fun, args, kwargs)
-    return res,state_away(instance, was) if was else None
+    return res if instance is None else _sendable(res),state_away(instance, was) if was else None
+
+# %% ../nbs/07c_head.ipynb #4d8b1965
+class _Unsent:
+    "In the place of a result that cannot be pickled"
+    def __init__(self, e): self.why = f'{type(e).__name__}: {e}'
+
+def _sendable(o):
+    try: return o if o is None or cloudpickle.dumps(o) else None
+    except Exception as e: return _Unsent(e)
 
 # %% ../nbs/07c_head.ipynb #35bcad78
 @patch

@@ -85,7 +85,7 @@ def show_once(
 ):
     "Print one line for an error of another rank, and a short traceback for a rank's own and for what ranks bring to their head"
     rank = _rank()
-    if rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} ends with the error that rank 0 shows\n')
+    if rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} ends with the error that rank 0 shows, a {kind.__name__}\n')
     elif isinstance(err, RankError) and err.shown and rank not in (None,err.rank) and not is_everywhere(err):
         told = 'Traceback (most recent call last)' in err.msg
         why = f'because rank {err.rank} failed, which shows its traceback itself' if told else f'with RankError: {err}'

@@ -88,7 +88,7 @@ class Lifeline:
         self.news,self.met,self.turn,self.trouble,self.heard_of = threading.Condition(),0,0,None,None
         self.armed,self.amid,self.failed,self.closed,self.thread,self.main = False,None,False,False,None,False
         self.ident,self.server,self.sel = threading.get_ident(),None,selectors.DefaultSelector()
-        self.exchanges,self.was_cut,self.confirmed = Exchanges(),False,None
+        self.exchanges,self.was_cut,self.confirmed,self.errors = Exchanges(),False,None,{}
         self.wake,other = socket.socketpair()
         self.sel.register(other, selectors.EVENT_READ)
         self.handlers = []
@@ -233,6 +233,9 @@ def _on_bye(self:Lifeline, rank):
 
 @patch
 def _on_error(self:Lifeline, rank, text, turn):
+    with self.news:
+        self.errors[rank] = text.rstrip().rpartition('\n')[2]
+        self.news.notify_all()
     if rank==self.rank: self.failed,self.armed = True,False
     else: self._fail(RankError(rank, text), turn)
 
@@ -335,6 +338,15 @@ def failed_here(self:Lifeline,
     if self.failed: return
     text = ''.join(traceback.format_exception(e))
     self.tell('error', text=text if len(text)<20_000 else f'{text[:8000]}\n...\n{text[-8000:]}', turn=self.turn)
+
+# %% ../nbs/01a_lifeline.ipynb #74afb4f5
+@patch
+def as_rank0(self:Lifeline,
+    wait:float=0.3 # Seconds to wait for rank 0's error
+)->bool:
+    "Return whether this rank failed as rank 0 did, which shows the error for both"
+    with self.news: self.news.wait_for(lambda: 0 in self.errors or 0 in self.left, wait if self.rank else 0)
+    return self.rank>0 and self.errors.get(0)==self.errors.get(self.rank)!=None
 
 @patch
 def cause(self:Lifeline,
@@ -461,7 +473,7 @@ def renew(self:Lifeline):
         self.turn += 1
         if self.heard_of and self.heard_of[1]<self.turn: self.trouble = self.heard_of = None
         self.was_cut = bool(self.trouble) and self.was_cut
-        self.failed,self.exchanges.n = False,0
+        self.failed,self.exchanges.n,self.errors = False,0,{}
     self.arm()
     with self.exchanges.of('the first meeting after an error'): self.meet()
 

@@ -344,7 +344,9 @@ def one_record(
     log # Numbers of an epoch on this rank; `None` where there are none
 )->tuple: # Numbers for all, and a dict: place -> values of all ranks, where these differ
     "The numbers of rank 0, on all ranks; what is no number or text stays this rank's"
-    logs = gather_objs(log if log is None else [_sendable(o) for o in log])
+    mine = log if log is None else [_sendable(o) for o in log]
+    if same_on_all(mine and [o and (o[0].tolist() if hasattr(o[0], 'tolist') else o[0]) for o in mine]): return log,{}
+    logs = gather_objs(mine)
     if log is None or logs[0] is None: return log,{}
     res = [log[i] if o is None and i<len(log) else o and o[0] for i,o in enumerate(logs[0])]
     found = {i:[l[i][0] for l in logs if l is not None and i<len(l) and l[i]] for i,o in enumerate(logs[0]) if o}

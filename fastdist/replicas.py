@@ -24,7 +24,7 @@ __all__ = ['fingerprint', 'learner_state', 'fingerprints', 'all_alike', 'differi
 import math,torch
 from collections import Counter
 from functools import lru_cache
-from hashlib import blake2b
+
 from numbers import Number
 from fastcore.all import *
 from fastai.basics import *
@@ -96,10 +96,7 @@ def all_alike(
     table:dict # What `fingerprints` made on this rank
 )->bool: # The same answer on all ranks
     "Do all ranks have the same `table`? One collective, of 16 bytes"
-    d = blake2b(repr(sorted(table.items())).encode(), digest_size=8).digest()
-    h = int.from_bytes(d, 'big', signed=True)
-    high,inverse = all_reduce(torch.tensor([h, ~h]), 'max').tolist()
-    return high==~inverse
+    return same_on_all(sorted(table.items()))
 
 # %% ../nbs/08e_replicas.ipynb #72038033
 def differing(

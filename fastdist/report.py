@@ -24,6 +24,7 @@ from .comm import *
 from .data import *
 from .loss import *
 from .metrics import *
+from .borrow import *
 from .trainer import *
 
 # %% ../nbs/10_report.ipynb #96e3d973
@@ -125,7 +126,7 @@ def _stacked(rows):
     return torch.tensor(rows, dtype=torch.float64).view(-1, 3)
 
 # %% ../nbs/10_report.ipynb #8e2ba812
-class OneRecord(Callback):
+class OneRecord(JobCallback):
     "Lets `trainer` see to it that all ranks record the same numbers"
     order = Recorder.order-.01
     def __init__(self, trainer): self.trainer = trainer

@@ -114,6 +114,7 @@ def _return(self:DistributedTrainer):
 def wrap(self:DistributedTrainer):
     self._check_steps()
     self._window = Window(self._job.live.accumulate, self._accumulation())
+    self._events.windowed,self._events.known = bool(self._window),None
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: self._find_in_memory(cb)
     self._prepare()
@@ -216,6 +217,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self.size==1: return run(f, event_type, ex, final)
     if self._plain and event_type=='batch': f = partial(self._on_batch, f)
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
+    if event_type in ('train','validate'): f = partial(self._over_share, f)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
     with self._job.together(self._where, self._events.position), own_random(self._job.world.rank), self._all_stats(), self._whole_again():
@@ -376,6 +378,16 @@ def _start(self:DistributedTrainer, cls):
     self.learn.dl = dl
 
 # %% ../nbs/09_trainer.ipynb #bfcb09c5
+@patch
+def _over_share(self:DistributedTrainer, f):
+    "Call `f` over this rank's share, also of a loader that a callback put in the place of the share before the first batch"
+    dl,ph = self.learn.dl,self._phases[-1] if self._phases else None
+    if ph and dl is not ph.dl and isinstance(dl, (DataLoader,TorchLoader)):
+        ph.dl = self.learn.dl = self._share(dl, StepDL if self.learn.training else EvalDL)
+        ph.dl.in_step = True
+    f()
+
+# %% ../nbs/09_trainer.ipynb #6415b825
 @patch
 def before_validate(self:DistributedTrainer): self._start(EvalDL)
 @patch

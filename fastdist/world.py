@@ -17,7 +17,7 @@ __all__ = ['WorldError', 'World', 'from_ranks', 'expand_hosts', 'from_slurm', 't
            'Membership', 'group_owner', 'setup_distrib', 'teardown_distrib']
 
 # %% ../nbs/00_world.ipynb #ecb58bb4
-import gc,os,re,socket,stat,sys,torch
+import gc,os,re,socket,stat,sys,time,torch
 import torch.distributed.nn.functional
 from contextlib import closing,suppress
 from dataclasses import dataclass,replace
@@ -193,8 +193,22 @@ def world_vars(
 @lru_cache(None)
 def _rendezvous(pid, rank, size, addr, port):
     "The store where the ranks of a job meet: one for each process, since a forked child cannot use its parent's connection"
-    return next(torch.distributed.rendezvous('env://', rank=rank, world_size=size))[0]
+    if str2bool(os.environ.get('TORCHELASTIC_USE_AGENT_STORE') or 'no'): return next(torch.distributed.rendezvous('env://', rank=rank, world_size=size))[0]
+    if rank: _until_open(addr, port, rank)
+    return dist.TCPStore(addr, port, size, rank==0, wait_for_workers=False, multi_tenant=True) # rank 0 does not wait here, where nobody would say for whom
 
+def _until_open(addr, port, rank, timeout=600., notice=30.):
+    "Wait for rank 0 to serve the store: torch's own wait is silent, half an hour long and deaf to Ctrl-C"
+    start = time.monotonic()
+    while (secs := time.monotonic()-start)<timeout:
+        with suppress(OSError), closing(socket.create_connection((addr, port), timeout=5)): return
+        if secs>notice:
+            sys.stderr.write(f'fastdist: rank {rank} has waited {secs:.0f} s for rank 0 at {addr}:{port}\n')
+            notice *= 2
+        time.sleep(0.05)
+    raise WorldError(f'Rank {rank} found nobody at {addr}:{port} for {timeout:.0f} s. HINT: see that rank 0 runs, and that MASTER_ADDR and MASTER_PORT name its host and a free port there')
+
+# %% ../nbs/00_world.ipynb #a875e89c
 def job_store(
     w:World # This process's world, `w.size` > 1
 )->PrefixStore: # Keys are fastdist's own

@@ -1,8 +1,7 @@
 # start: python
-# fails: (?i)grow|layer|parameters|state
-# fails: (?i)file|saved|\.p(th|kl)
+# shows: 2 parts came home
 # alone: no
-# What trained in the ranks has a layer more than what is here
+# What trained in the ranks has a layer more than what is here: it comes home
 from fastai.vision.all import *
 from fastdist import *
 
@@ -15,3 +14,4 @@ class Grow(Callback):
 data = [(torch.randn(4), torch.randn(1)) for _ in range(60)]
 learn = Learner(DataLoaders.from_dsets(data, data, bs=4), nn.Linear(4,1), loss_func=MSELossFlat(), cbs=Grow())
 Accelerator(nprocs=2).distribute(learn.fit)(1)
+print(len(learn.model), 'parts came home')
