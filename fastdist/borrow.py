@@ -53,6 +53,7 @@ for o in ('__len__','__iter__','__contains__','__getitem__','__setitem__','__del
 class WrapperCallback(Callback):
     "Base of callbacks that lend a Learner a wrapper for its forward pass, from when they are added until they are removed"
     order,_through,_fitting = 11,None,False
+    __setattr__ = object.__setattr__ # fastai's looks for each name in the Learner and its model, to warn of one that is there too
     def __call__(self, event_name):
         "Answer `event_name` where there is an answer; to look for one in the Learner would take longer than most answers"
         return super().__call__(event_name) if hasattr(type(self), event_name) else None

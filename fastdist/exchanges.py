@@ -16,7 +16,7 @@ __all__ = ['Exchanges', 'module_of', 'frames_of', 'is_waiting', 'in_callback', '
 
 # %% ../nbs/01_2_exchanges.ipynb #d05bc50f
 import sys,sysconfig,time
-from contextlib import contextmanager
+
 from fastcore.all import *
 
 # %% ../nbs/01_2_exchanges.ipynb #de456348
@@ -38,12 +38,15 @@ class Exchanges:
         "Whether this is part of an exchange that has begun already"
         return bool(self.open) and self.open[-1][2]=='exchange'
 
-    @contextmanager
     def of(self, name, kind='exchange'):
         "Count what happens inside as one exchange"
-        self.begin(name, kind)
-        try: yield
-        finally: self.end()
+        return _Open(self, name, kind)
+
+class _Open:
+    "An exchange while it lasts: each step has one, and a generator would take twice as long"
+    def __init__(self, ex, name, kind): self.ex,self.name,self.kind = ex,name,kind
+    def __enter__(self): self.ex.begin(self.name, self.kind)
+    def __exit__(self, *exc): self.ex.end()
 
 # %% ../nbs/01_2_exchanges.ipynb #187f648d
 _waits = 'torch.distributed','torch.autograd.graph','torch.nn.parallel.distributed','fastdist.comm','fastdist.lifeline','fastdist.watch'

@@ -216,6 +216,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self._events.alone: return self._aside(f, event_type, ex, final)
     if self.size==1: return run(f, event_type, ex, final)
     if self._plain and event_type=='batch': f = partial(self._on_batch, f)
+    if event_type=='backward' and getattr(f, '__func__', None) is Learner._backward: f = self._backward
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
     if event_type in ('train','validate'): f = partial(self._over_share, f)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
@@ -227,6 +228,11 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
         finally: self._job.line.armed = False # before anything that puts back begins; a call would come too late
 
 # %% ../nbs/09_trainer.ipynb #afd54dd1
+@patch
+def _backward(self:DistributedTrainer):
+    "fastai's `Learner._backward`, without a round through the Python of its tensor types"
+    torch.autograd.backward(self.learn.loss_grad)
+
 @patch
 def _in_batch(self:DistributedTrainer, f, event_type, ex, final):
     "As fastai's `Learner._with_events`"
