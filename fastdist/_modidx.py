@@ -493,6 +493,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastdist.lifeline.Lifeline._hear': ('lifeline.html#lifeline._hear', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._interfere': ('lifeline.html#lifeline._interfere', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._interrupt': ('lifeline.html#lifeline._interrupt', 'fastdist/lifeline.py'),
+                                   'fastdist.lifeline.Lifeline._let_it_be_shown': ( 'lifeline.html#lifeline._let_it_be_shown',
+                                                                                    'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._listen': ('lifeline.html#lifeline._listen', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._look': ('lifeline.html#lifeline._look', 'fastdist/lifeline.py'),
                                    'fastdist.lifeline.Lifeline._may_handle': ('lifeline.html#lifeline._may_handle', 'fastdist/lifeline.py'),

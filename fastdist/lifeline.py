@@ -479,10 +479,19 @@ def renew(self:Lifeline):
 
 # %% ../nbs/01a_lifeline.ipynb #51a53735
 @patch
+def _let_it_be_shown(self:Lifeline):
+    "Stay until the rank that shows an error has left the job, and a second longer: launchers end all others when one has ended"
+    shows = 0 if self.as_rank0(0) else (self.trouble.rank or 0) if self.trouble else self.rank
+    if shows==self.rank: return
+    killed = self.heard_of and self.heard_of[1]==math.inf
+    with self.news: killed or self.news.wait_for(lambda: shows in self.left, 10)
+    time.sleep(1)
+
+@patch
 def close(self:Lifeline):
     "Leave; the others are told"
     self.armed = False
-    if self.trouble and self.trouble.rank!=self.rank: time.sleep(1) # launchers show the error of the rank that ends first
+    self._let_it_be_shown()
     if not self.closed: self.tell('bye')
     self.closed = True
     self.wake.send(b'.')
@@ -491,6 +500,7 @@ def close(self:Lifeline):
         self._give_signal_back()
     self._drop()
 
+# %% ../nbs/01a_lifeline.ipynb #8d78c548
 @patch
 def _drop(self:Lifeline):
     "Close what belongs to this process: a data worker that inherits the line would keep it open when the rank is killed"
