@@ -915,6 +915,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastdist/trainer.py'),
                                   'fastdist.trainer.DistributedTrainer._watch': ( 'trainer.html#distributedtrainer._watch',
                                                                                   'fastdist/trainer.py'),
+                                  'fastdist.trainer.DistributedTrainer._weighed': ( 'trainer.html#distributedtrainer._weighed',
+                                                                                    'fastdist/trainer.py'),
                                   'fastdist.trainer.DistributedTrainer._weights': ( 'trainer.html#distributedtrainer._weights',
                                                                                     'fastdist/trainer.py'),
                                   'fastdist.trainer.DistributedTrainer._where': ( 'trainer.html#distributedtrainer._where',

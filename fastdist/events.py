@@ -169,7 +169,7 @@ def position(self:Events)->list: # Phase, batch, number of the event
     "Return the place in the training loop, which grows from event to event"
     before,after = -1,10**9
     batch = self.learn.iter if self.at in _inner_loop else before if self.at.startswith('before') else after
-    return [self.phase, batch, _events.index(self.at)]
+    return [self.phase, batch, _events.index(self.at) if self.at in _events else -1]
 
 # %% ../nbs/08b_events.ipynb #2dde568d
 _loop = 'dl','iter','n_iter','epoch','n_epoch','train_iter','pct_train','training','xb','yb','pred','loss','loss_grad','smooth_loss'

@@ -71,7 +71,7 @@ def in_callback(
     frame # Innermost frame of a thread
 )->str: # Empty outside of callbacks
     "Return the callback that a thread is in, and its event"
-    calls = [f.f_locals for f in frames_of(frame) if f.f_code.co_name=='__call__' and 'event_name' in f.f_locals]
+    calls = [f.f_locals for f in frames_of(frame) if f.f_code.co_name=='__call__' and isinstance(f.f_locals.get('event_name'), str)]
     return next((f", {type(o['self']).__name__}.{o['event_name']}" for o in calls if hasattr(type(o['self']), o['event_name'])), '')
 
 # %% ../nbs/01_2_exchanges.ipynb #b381a51c
@@ -97,7 +97,8 @@ def asking(
 )->str:
     "Return the name of the function that asks for a collective of ours, or of torch's own collective"
     while frame and (module_of(frame) in ('fastdist.comm','contextlib') or frame.f_code.co_name.startswith('<')): frame = frame.f_back
-    names = [(module_of(f), f.f_code.co_name) for f in frames_of(frame)] if module_of(frame).startswith('torch.') else []
+    torchs = frames_of(frame) if module_of(frame).startswith('torch.') else []
+    names = [(module_of(f), f.f_code.co_name) for f in torchs if f.f_code.co_name!='wrapper']
     outer = next((i for i,(o,_) in enumerate(names) if not o.startswith('torch.')), len(names))
     return f'torch.distributed.{names[outer-1][1]}' if names else frame.f_code.co_name
 
@@ -142,13 +143,15 @@ def report(
 # %% ../nbs/01_2_exchanges.ipynb #3fe8c847
 def are_apart(
     a:dict, # Report of one rank
-    b:dict # Report of another
+    b:dict, # Report of another
+    all_wait:bool=True # Does every rank wait, so that none may still come and let one of these two go on?
 )->bool:
     "Return whether two ranks wait for each other in different exchanges"
     if 'note' in (a['kind'],b['kind']): return False
     if a['kind'] and b['kind'] and a['n']==b['n']: return None not in (a['name'],b['name']) and a['name']!=b['name']
     if any(_is_past(*o) for o in ((a,b), (b,a))): return True
-    return a['n']!=b['n'] and min(a['secs'], b['secs'])>(2 if 'cancel' in (a['kind'],b['kind']) else 5)
+    cancel = 'cancel' in (a['kind'],b['kind'])
+    return a['n']!=b['n'] and (all_wait or cancel) and min(a['secs'], b['secs'])>(2 if cancel else 5)
 
 def _is_past(a, b): return a['kind']=='cancel'!=b['kind'] and None not in (a.get('pos'),b.get('pos')) and b['pos']>a['pos']
 

@@ -336,6 +336,9 @@ def failed_here(self:Lifeline,
 ):
     "Tell all ranks what happened, once"
     if self.failed: return
+    if isinstance(e, RankError) and e.rank not in (None,self.rank):
+        self.failed,self.armed = True,False
+        return self.tell('error', rank=e.rank, text=e.msg, turn=self.turn)
     text = ''.join(traceback.format_exception(e))
     self.tell('error', text=text if len(text)<20_000 else f'{text[:8000]}\n...\n{text[-8000:]}', turn=self.turn)
 
@@ -360,7 +363,7 @@ def cause(self:Lifeline,
     if not is_broken(e): return
     with self.news: self.news.wait_for(lambda: self.trouble or self.left and not self.heard_of, wait)
     if self.trouble: return self._fresh()
-    if self.left: return RankError(min(self.left), f'it left while this rank, {self.rank}, still waited for it')
+    if self.left: return RankError(min(self.left), f'it left while this rank, {self.rank}, still waited for it. HINT: every rank has to make the same fits, validations and predictions')
 
 # %% ../nbs/01a_lifeline.ipynb #8714b0d2
 def is_broken(e:BaseException)->bool:
@@ -385,7 +388,7 @@ def meet(self:Lifeline,
 @patch
 def _wait_for_all(self:Lifeline, wait):
     self.check()
-    if self.left and not self.heard_of: raise RankError(min(self.left), f'it left while this rank, {self.rank}, waited for it')
+    if self.left and not self.heard_of: raise RankError(min(self.left), f'it left while this rank, {self.rank}, waited for it. HINT: every rank has to make the same fits, validations and predictions')
     wait(f'rank {self.rank} in {wait.place}', f'{self._missing()} to come there')
     self.news.wait(0.2)
 

@@ -22,7 +22,7 @@ import torch,numpy as np
 from functools import partial as Partial
 from torch import nn
 from torch.nn import functional as F
-from fastai.losses import LabelSmoothingCrossEntropy
+from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
 from fastai.torch_core import apply,find_bs
 from .comm import *
 from .trial import *
@@ -38,7 +38,10 @@ def is_summed(loss_func)->bool:
 def _class_options(loss_func):
     "Class weights and ignored target of a cross entropy with a mean, else `None`"
     f = getattr(loss_func, 'func', loss_func) if not isinstance(loss_func, Partial) else loss_func
-    if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)): return (f.weight,f.ignore_index) if f.reduction=='mean' else None
+    if isinstance(loss_func, BaseLoss) and type(loss_func).__call__ is not BaseLoss.__call__: return
+    if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)):
+        own = type(f).forward not in (nn.CrossEntropyLoss.forward,nn.NLLLoss.forward) # a focal loss may be a subclass, and divide by something else
+        return (f.weight,f.ignore_index) if f.reduction=='mean' and not own else None
     f,kw = (f.func,f.keywords) if isinstance(f, Partial) else (f,{})
     return (kw.get('weight'),kw.get('ignore_index', -100)) if f in (F.cross_entropy,F.nll_loss) and kw.get('reduction', 'mean')=='mean' else None
 

@@ -23,7 +23,7 @@ from types import FunctionType,MethodType
 from fastcore.all import *
 from fastai.torch_core import apply,find_bs,to_concat
 from fastai.data.core import detuplify
-from fastai.learner import AvgLoss,AvgMetric,Metric
+from fastai.learner import AvgLoss,AvgSmoothLoss,AvgMetric,Metric
 from .comm import *
 from .trial import *
 
@@ -218,7 +218,7 @@ def must_try(met:Metric)->bool:
     "Is `met` counted by a user's code, or the average of a function?"
     if type(met).accumulate is Metric.accumulate: return False
     own = {k for c in type(met).__mro__ if not _is_fastai(c) for k,v in vars(c).items() if isinstance(v, FunctionType)}
-    return bool(own-{'__init__','reset'}) or _is_average(met)
+    return bool(own-{'__init__','reset'}) or _is_average(met) or isinstance(met, AvgSmoothLoss)
 
 # %% ../nbs/06_metrics.ipynb #9a01c013
 def evidence(

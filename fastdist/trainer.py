@@ -613,12 +613,20 @@ def _on_step(self:DistributedTrainer):
 def _other_pass(self:DistributedTrainer, run, t, g, with_graph):
     "A backward pass that DDP is not to see"
     if self._waits: self._go_bare()
-    active = self._active()
+    active,weighed = self._active(),isinstance(t, Tensor) and t.numel()==1 and self._phases and self.learn.training
+    if weighed: g = self._weighed(t, g)
     with aside(active):
         run(t, g)
         if with_graph and any(p.grad is not None for p in active): raise RuntimeError('backward(create_graph=True) gives this rank\'s gradients a graph, and those of '
             'all ranks have none. HINT: torch.autograd.grad(..., create_graph=True), and one backward pass over what you make of it')
-        self._share_grads(active)
+        self._share_grads(active, weighed)
+
+# %% ../nbs/09_trainer.ipynb #99bb210e
+@patch
+def _weighed(self:DistributedTrainer, t, g):
+    "Gradient to begin the pass over `t` from: batch norm exchanges in its midst, so the batch's weight must be there before"
+    if self._due and vars(self.learn).get('pred') is not None: self._ask_loss(self.learn if self._part() else None)
+    return (torch.ones_like(t) if g is None else g)*self._weights()[0]
 
 @patch
 def _active(self:DistributedTrainer):
@@ -635,11 +643,12 @@ def _go_bare(self:DistributedTrainer):
 
 # %% ../nbs/09_trainer.ipynb #090a57d3
 @patch
-def _share_grads(self:DistributedTrainer, active):
-    "Put the gradients of all ranks in the place of this rank's, weighed as its batch is"
+def _share_grads(self:DistributedTrainer, active, weighed=False):
+    "Put the gradients of all ranks in the place of this rank's, weighed as its batch is, unless they were `weighed` before"
     if not any(p.grad is not None for p in active): return
     if self._due and vars(self.learn).get('pred') is not None: self._ask_loss(self.learn if self._part() else None)
     w,d = self._weights() if self._phases and self.learn.training else (1.,1.)
+    if weighed and not (isinstance(w, float) and w==0): w = 1.
     den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self._window.scale if self._window.every>1 else 1.))
     if self._loss_kind()[1]: self._divide(active, den)
     self._passes,self._added = self._passes+1,True
@@ -655,7 +664,7 @@ def _share_loss(self:DistributedTrainer):
 # %% ../nbs/09_trainer.ipynb #38833423
 @patch
 def after_train(self:DistributedTrainer):
-    self._report(self._phases.pop())
+    if self._phases: self._report(self._phases.pop()) # there is none where a callback cancelled before it began
     self._merge_losses()
     self._share_buffers()
 

@@ -33,7 +33,7 @@ class WatchedLifeline(Lifeline):
         super().__init__(world, min(1, patience/4))
         self.patience,self.beat,self.seen,self.moved,self.waits_since = patience,0,0,time.monotonic(),None
         self.where,self.pos,self.fits,self.notice = self._outside,self._no_pos,0,30.
-        self.waiting,self.heard,self.pinged = {},{},0.
+        self.waiting,self.heard,self.pinged,self.looked,self.woke = {},{},0.,time.monotonic(),0.
         self.reports,self.notes,self.passed,self.renamed,self.board,self.calls = {},[],None,{},{},{}
 
     def _look(self, now):
@@ -56,6 +56,8 @@ class WatchedLifeline(Lifeline):
 # %% ../nbs/01b_watch.ipynb #b448fe6f
 @patch
 def _watch(self:WatchedLifeline, now):
+    if now-self.looked>3: self.woke = now # this process was stopped; what seemed to be a wait may be over at once
+    self.looked = now
     self._ping(now)
     if self.beat!=self.seen: self.seen,self.moved = self.beat,now
     if not self.heard_of:
@@ -112,7 +114,8 @@ def standing(self:WatchedLifeline, now)->dict:
     if res['kind']: self.waits_since = None
     else: # outside of our own exchanges it is only known to wait since it was first seen to
         self.waits_since = ifnone(self.waits_since, now) if res['secs'] else None
-        res['secs'] = now-self.waits_since if res['secs'] else 0.
+        res['secs'] = now-max(self.waits_since, self.moved) if res['secs'] else 0.
+    res['secs'] = min(res['secs'], now-self.woke)
     return res|dict(turn=self.turn, where=self.where()+in_callback(frame), pos=self.pos())
 
 @patch
@@ -164,8 +167,10 @@ def _recent(self:WatchedLifeline, now): return {r:o for r,(t,o) in sorted(self.r
 
 @patch
 def _compare(self:WatchedLifeline, rank, at, now):
-    found = {(o['n'],o['name'],o['kind']):(r,o) for r,o in self._recent(now).items() if r!=rank} # one rank of those in the same exchange is enough
-    apart = {r:o for r,o in found.values() if are_apart(at, o)}
+    recent = self._recent(now)
+    all_wait = all(r in self.left or r in recent and recent[r]['secs']>1 for r in range(self.world.size))
+    found = {(o['n'],o['name'],o['kind']):(r,o) for r,o in recent.items() if r!=rank} # one rank of those in the same exchange is enough
+    apart = {r:o for r,o in found.values() if are_apart(at, o, all_wait)}
     if not apart: return
     cancelled = [r for r,o in ({rank:at}|apart).items() if o['kind']=='cancel']
     self.tell('stuck', rank=cancelled[0] if len(cancelled)==1 else None, text=apart_text({rank:at}|apart), turn=self.turn)

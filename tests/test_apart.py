@@ -191,3 +191,28 @@ def unseeded(rank):
 
 def test_an_unseeded_split():
     for how,text,soon in on_ranks(unseeded, 3, join=False): assert (how,soon)==('ValueError',True) and 'training items' in text and 'Seed' in text
+
+class AllEvents(Callback):
+    "Takes all events in one method, and its time"
+    def __call__(self, event_name):
+        if event_name=='after_epoch': time.sleep(1.5)
+
+class TrainsLess(Callback):
+    def before_train(self):
+        if self.epoch==1: raise CancelTrainException()
+
+def as_ever(learn, rank):
+    learn.add_cb(AllEvents())
+    learn.fit(2, cbs=TrainsLess())
+    learn.validate()
+    learn('after_thing')
+
+def test_what_plain_fastai_takes(): test_eq([o[0] for o in on(2, as_ever)], ['went on']*2)
+
+def barriers(learn, rank):
+    "Two ranks wait for the third, which is busy, in a barrier of theirs"
+    for _ in range(2):
+        if rank==1: time.sleep(5.5)
+        for _ in range(2): torch.distributed.barrier()
+
+def test_barriers_of_the_user(): test_eq([o[0] for o in on(3, barriers)], ['went on']*3)

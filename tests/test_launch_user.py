@@ -92,6 +92,7 @@ broken = """
             if self.iter==2 and this_world().rank==1:
                 try: dict()['lost']
                 except KeyError as e: raise ValueError('no such thing') from e
+    set_seed(1)
     data = list(zip(torch.randn(200,3), torch.randn(200,1)))
     learn = Learner(DataLoaders.from_dsets(data, data, bs=8, device='cpu'), nn.Linear(3,1), loss_func=MSELossFlat(), cbs=Boom())
     """
