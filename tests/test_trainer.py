@@ -218,6 +218,7 @@ def plotted(rank):
     import matplotlib
     matplotlib.use('agg')
     learn = run(digits(), 2)
+    plt.close('all') # a test before may have drawn
     return len(learn.recorder.plot_loss().lines)
 
 def test_plot_loss(): test_eq(on_ranks(plotted, join=False), [2,2])
