@@ -11,7 +11,7 @@ def clocks(): return torch.tensor([perf_counter(),thread_time()])*1e3
 def times_of(rank, steps, epochs):
     "Milliseconds, wall and processor, of each epoch's training and of the comparison in it; the first epoch warms up"
     from fastai.basics import Callback,CrossEntropyLossFlat,DataLoaders,Learner,SGD
-    from fastdist.trainer import DistributedTrainer
+    from fastdist.train.trainer import DistributedTrainer
     w,took,compare = works['cnn'],dict(epoch=[], comparison=[]),DistributedTrainer._compare
     def timed(self):
         start = clocks()

@@ -50,7 +50,7 @@ class InStep(Alone):
     def meet(self): dist.barrier()
 
     def share(self, dl):
-        from fastdist.data import StepDL
+        from fastdist.data.loader import StepDL
         share = StepDL(dl, self.rank, self.size)
         share.in_step = True
         return share

@@ -7,8 +7,8 @@ from fastai.basics import *
 from fastai.callback.core import *
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastdist import *
-from fastdist.events import cancels
-from fastdist.lifeline import lifeline
+from fastdist.train.events import cancels
+from fastdist.comm.control import lifeline
 from accelerate.state import PartialState
 
 import_module('torch._dynamo') # DDP imports it when it is made, for two seconds; forked ranks have it then

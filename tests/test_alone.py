@@ -2,7 +2,7 @@
 import pytest,warnings
 from fastai.basics import *
 from fastdist import *
-from fastdist.comm import *
+from fastdist.comm.collectives import *
 from fastcore.test import test_eq
 from learners import digits
 from torch.nn.parallel import DistributedDataParallel

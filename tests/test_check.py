@@ -8,7 +8,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
 from fastdist.check import *
-from fastdist.comm import grouped
+from fastdist.comm.collectives import grouped
 
 pytestmark = pytest.mark.timeout(180)
 bin_,titles = Path(sys.executable).parent,['ranks','collectives','replicas','exactness']
@@ -128,7 +128,7 @@ def test_torchrun():
 
 script = """from fastai.basics import *
 from fastdist.check import main
-from fastdist.comm import grouped
+from fastdist.comm.collectives import grouped
 class Fault(Callback):
     def after_step(self):
         if not grouped() or torch.distributed.get_rank()==0: return

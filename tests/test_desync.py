@@ -6,8 +6,8 @@ from fastcore.test import test_close,test_eq
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.desync import *
-from fastdist.replicas import *
+from fastdist.observe.desync import *
+from fastdist.state.replicas import *
 from learners import collab,digits,language_model
 
 def fitted(learn, *cbs, epochs=1, **kw):

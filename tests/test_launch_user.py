@@ -8,8 +8,8 @@ from torch import distributed as dist
 from fastai.basics import *
 from fastcore.test import test_eq,expect_fail
 from fastdist import *
-from fastdist.home import HomeError
-from fastdist.spawn import start_ranks
+from fastdist.state.home import HomeError
+from fastdist.job.spawn import start_ranks
 from learners import digits
 
 pytestmark = pytest.mark.timeout(120)

@@ -5,7 +5,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.data.load import SkipItemException
 from fastdist import DistributedDL
-from fastdist.data import StepDL
+from fastdist.data.loader import StepDL
 import learners
 
 @pytest.mark.parametrize('name', 'vision tabular collab language_model text_classifier'.split())

@@ -6,7 +6,7 @@ from fastcore.all import *
 from fastcore.test import test_eq
 from fastai.torch_core import distrib_barrier
 from fastdist import *
-from fastdist.comm import any_rank,rank0_alone,without_barrier
+from fastdist.comm.collectives import any_rank,rank0_alone,without_barrier
 
 def ranks(f, n=2, **kw): return on_ranks(f, n, **({'join':False} | kw))
 

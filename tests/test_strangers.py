@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 from fastai.basics import *
 from fastdist import *
-from fastdist.lifeline import Lifeline,lifeline
-from fastdist.listen import Listener,_head,_magic,_proof
-from fastdist.world import sockets
+from fastdist.comm.control import Lifeline,lifeline
+from fastdist.comm.listener import Listener,_head,_magic,_proof
+from fastdist.job.world import sockets
 from fastcore.test import test_eq
 from learners import digits
 
