@@ -1,5 +1,5 @@
 "Train on scikit-learn's digits, on as many ranks and nodes as a launcher started; each rank says where it is, and what it ends with"
-import hashlib
+import hashlib,sys
 from fastai.basics import *
 from sklearn.datasets import load_digits
 from fastdist import *
@@ -21,7 +21,7 @@ def train(epochs=3):
     learn = Learner(get_dls(), get_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
     with learn.distrib_ctx(), learn.no_bar():
         learn.fit_one_cycle(epochs, 3e-2)
-        print(f'{this_world()}: weights {digest(learn.model)}')
+        sys.stdout.write(f'{this_world()}: weights {digest(learn.model)}\n') # in one piece: torchrun's ranks share a terminal, and `print` writes twice
     if this_world().rank==0: print(f'accuracy: {learn.recorder.values[-1][-1]:.3f}')
 
 if __name__=='__main__': train()
