@@ -137,8 +137,9 @@ def _message(when, found, how, more):
     who = f'rank{"s" if len(ranks)>1 else ""} {", ".join(map(str, ranks))}'
     names = ', '.join(n for n,_ in others[:3])+(f' and {len(others)-3} more' if len(others)>3 else '')
     also = f' They differ as well in {names}.' if others else ''
-    return (f'ranks differ in {name} {when}: {who} from rank {ref}{how}.{also} HINT: look for a parameter that one rank changes outside of the optimizer, a callback that runs '
-        f'on rank 0 alone, or kernels and hardware that do not compute alike.{more}')
+    hint = ('look for a callback that sets it from what is of one rank: learn.loss is, until the backward pass. In after_backward it is that of all ranks'
+        if ' of parameter group ' in name else 'look for a parameter that one rank changes outside of the optimizer, a callback that runs on rank 0 alone, or kernels and hardware that do not compute alike')
+    return f'ranks differ in {name} {when}: {who} from rank {ref}{how}.{also} HINT: {hint}.{more}'
 
 # %% ../nbs/08e_replicas.ipynb #1c91720a
 def compare_replicas(

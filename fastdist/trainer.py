@@ -57,7 +57,7 @@ def _at_rest():
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = ('_job','_events','_plans','_planned','_opaque','_kind',*_at_rest())
+    _stateattrs = ('_job','_events','_plans','_planned','_untold','_opaque','_kind',*_at_rest())
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
@@ -73,7 +73,7 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(_job=None, _events=None, _plain=False, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
+        self.__dict__.update(_job=None, _events=None, _plain=False, _plans={}, _planned=[], _untold=set(), _opaque={}, _kind=(None,), _dst=None, **_at_rest())
 
     def __call__(self, event_name):
         if not self._job or self._events.alone: return
@@ -96,6 +96,7 @@ def _lend(self:DistributedTrainer):
     w = self.accelerator.world
     dynamo = os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower()!='no'
     if w.size==1 and not self.options and asked_precision(os.environ)=='no' and asked_steps(os.environ)==1 and not dynamo: return
+    self._be_alone()
     self._job,self._events = Job(self.learn, w, dict(self.options), self.patience),Events(self.learn, w.rank)
     self.accelerator.adopt(self._job.member, self._job.live.acc)
     self._plain = all(getattr(type(self.learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__'))
