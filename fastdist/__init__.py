@@ -29,6 +29,7 @@
 - `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.spawn`: Ranks that a head process starts, watches and ends
+- `fastdist.terms`: What callbacks make of a loss, seen on its graph
 - `fastdist.tracebacks`: Tracebacks in which one's own code is found at a glance
 - `fastdist.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.trial`: Trying out a user's code without leaving a trace

@@ -24,6 +24,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.schedule import LRFinder,ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from torch.utils.data import DataLoader as TorchLoader
@@ -43,6 +44,7 @@ from .events import *
 from .alike import *
 from .gradients import *
 from .replicas import *
+from .terms import *
 
 
 # %% ../nbs/09_trainer.ipynb #97a04058
@@ -52,7 +54,7 @@ def _at_rest():
     "What a fit changes, as it is outside of one"
     return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sent=SimpleNamespace(sums=0., scales=0.),
         _unsynced=[], _per_sample=None, _trained=None, _ddps={}, _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False,
-        _due=False, _passes=0, _added=False, _loss=None, compares=False)
+        _due=False, _passes=0, _added=False, _loss=None, _empty=False, _each=False, _grown=False, _terms={}, compares=False)
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
@@ -116,6 +118,7 @@ def wrap(self:DistributedTrainer):
     self._check_steps()
     self._window = Window(self._job.live.accumulate, self._accumulation())
     self._events.windowed,self._events.known = bool(self._window),None
+    self._events.around_loss = self._around_loss if self.size>1 else None
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: self._find_in_memory(cb)
     self._prepare()
@@ -168,6 +171,7 @@ def _set_precision(self:DistributedTrainer, mp):
 @patch
 def unwrap(self:DistributedTrainer):
     self._hooks.close()
+    if self._events: self._events.around_loss = None
     unsync_bn(self._swaps)
     self.__dict__.update(_at_rest())
     for m in self.learn.metrics: vars(m).pop('accumulate', None)
@@ -305,6 +309,7 @@ def _on_call_one(self:DistributedTrainer, event_name):
     if line:
         line.beat += 1
         if line.trouble: line.check()
+    if event_name=='after_loss' and self._due and not self._events.alone: self._ask_loss(self.learn if self._part() else None)
     if line and not self._events.alone: return self._events(event_name)
     if self._events.alone: return self._events.call_aside(event_name)
     type(self.learn)._call_one(self.learn, event_name)
@@ -423,6 +428,7 @@ def _on_batch(self:DistributedTrainer, do_one_batch):
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
     if not self.learn.training or self._through is None: return run()
     self._due,self._passes = True,0
+    if self.size>1: self._fill()
     if not self._trained.holds(self.learn.model, self.learn.opt): self._prepare()
     if self._window: self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
     with self._step_scope(): run()
@@ -442,31 +448,59 @@ def _goes_through(self:DistributedTrainer): return self.learn.training and not s
 
 # %% ../nbs/09_trainer.ipynb #508b8bd4
 @patch
-def _part(self:DistributedTrainer): return getattr(self.learn.dl, 'weights', {}).get(self.learn.iter, 1.)
+def _part(self:DistributedTrainer): return 0. if self._empty else getattr(self.learn.dl, 'weights', {}).get(self.learn.iter, 1.)
 
 @patch
 def before_batch(self:DistributedTrainer):
+    for m in self.learn.metrics if self._empty else []: vars(m).pop('accumulate', None) # they were silent for one batch
+    self._empty = False
+    self._pad()
+
+@patch
+def _pad(self:DistributedTrainer):
     padding = self.learn.training and self._part()==0
     if padding==self._padding: return
     for m,_,new in self._swaps:
         if new: m.padding = padding
     self._padding = padding
 
+# %% ../nbs/09_trainer.ipynb #b1381f73
+@patch
+def _fill(self:DistributedTrainer):
+    "Give a rank that people's functions left no sample one that counts for nothing, as one without a part of a ragged batch has"
+    learn = self.learn
+    if not len(learn.yb) or _size_of(learn.yb)!=0: return
+    one = lambda o: o.new_zeros(1, *o.shape[1:]) if isinstance(o, Tensor) and o.ndim and not len(o) else o
+    learn.xb,learn.yb,self._empty = apply(one, learn.xb),apply(one, learn.yb),True
+    self._pad()
+
+def _size_of(b):
+    try: return find_bs(b)
+    except (IndexError,TypeError): return
+
 # %% ../nbs/09_trainer.ipynb #b1381f74
 @patch
 def _ask_loss(self:DistributedTrainer, here):
     "Let the ranks find out together how a loss that does not say it reduces; `here` is `None` without a batch"
     f = self.learn.loss_func
-    if id(f) in self._opaque or not is_opaque(f): return
+    if id(f) not in self._opaque: self._opaque[id(f)] = SimpleNamespace(f=f, told=not is_opaque(f), kind=None, calls=0)
+    o = self._opaque[id(f)]
+    if o.told: return
+    o.calls += 1
+    if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
     mine = (here.pred,here.yb) if here is not None and len(here.yb) else None
-    found = gather_objs(how_reduced(f, *mine) if mine else None)
-    if not any(found): found = [self._ask_together(f, gather_objs(mine))]
-    if 'other' in found and self._job.world.rank==0: warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
+    found = {*gather_objs(how_reduced(f, *mine) if mine else None)}-{None} or {self._ask_together(f, gather_objs(mine))}-{None}
+    if found: self._settle_loss(o, 'untold' if 'untold' in found else 'other' if len(found)>1 else found.pop())
+
+# %% ../nbs/09_trainer.ipynb #b1381f75
+@patch
+def _settle_loss(self:DistributedTrainer, o, kind):
+    o.told,o.kind,self._kind = True,kind,(None,)
+    if self._job.world.rank: return
+    if kind=='other': warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
         'them differ from one process. HINT: use a loss of fastai or torch, which say by what they divide')
-    elif 'untold' in found and self._job.world.rank==0: warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
+    if kind=='untold' and not stated(o.f): warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
         "HINT: set its attribute reduction to 'mean' or 'sum'")
-    self._opaque[id(f)] = f,'sum' in found and not {'mean','other','untold'}&set(found)
-    self._kind = (None,)
 
 @patch
 def _ask_together(self:DistributedTrainer, f, parts):
@@ -481,7 +515,9 @@ def _loss_kind(self:DistributedTrainer):
     "Is the loss a sum, and does its mean divide by what counts of the targets?"
     f = self.learn.loss_func
     key = f,getattr(f, 'reduction', None)
-    if self._kind[0]!=key: self._kind = key,(is_summed(f) or self._opaque.get(id(f), (f,False))[1],has_normaliser(f))
+    if self._kind[0]!=key:
+        told = getattr(self._opaque.get(id(f)), 'kind', None)
+        self._kind = key,(told=='sum' or told!='mean' and is_summed(f),has_normaliser(f))
     return self._kind[1]
 
 @patch
@@ -489,14 +525,25 @@ def _weights(self:DistributedTrainer):
     part,n,(summed,counts) = self._part(),self.size,self._loss_kind()
     if summed: return (float(n) if part else 0.),1.
     v = self._counted(self.learn.loss_func, self.learn.yb[0]) if counts else None
-    if v is None or not part: return part,part
+    if v is None or not part: return (self._in_samples(part),)*2
     w = v*(n/(batch_total(self.learn.dl, self.learn.iter)*self._per_sample))
     return w,w
+
+# %% ../nbs/09_trainer.ipynb #e6fe1355
+@patch
+def _in_samples(self:DistributedTrainer, part):
+    "This rank's samples, in units of what a rank was planned to have on average; `part` as long as it has as many as planned"
+    learn,dl,k = self.learn,self.learn.dl,self.learn.iter
+    if not part or not isinstance(dl, DistributedDL) or not dl.bs and k not in dl.totals: return part
+    total = dl.total(k)
+    planned = round(part*total/self.size)
+    m = size_now(learn.xb, learn.yb, planned)
+    return part if m==planned else m*self.size/total
 
 @patch
 def _counted(self:DistributedTrainer, f, y):
     "What the mean divides by on this rank, and on the way, once a fit, how many targets a sample has"
-    if self._per_sample is None: self._per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([y.numel()/len(y)]), 'max').item()
+    if self._per_sample is None: self._per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([math.prod(y.shape[1:])*1.]), 'max').item()
     return normaliser(f, y)
 
 # %% ../nbs/09_trainer.ipynb #2827ec1a
@@ -507,7 +554,7 @@ def _batch_pass(self:DistributedTrainer, run, t, g):
     self._ask_loss(self.learn if self._part() else None)
     with torch._C.DisableTorchFunctionSubclass(): # fastai's tensor types cost more here than the arithmetic
         w,d = self._weights()
-        f = w*self._in_window()
+        f = w*self._in_window(d)
         if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         self._add_up(w, d)
     carry = self._carry if self._waits else None
@@ -517,14 +564,49 @@ def _batch_pass(self:DistributedTrainer, run, t, g):
         self._exchange()
     self._passes,self._added = self._passes+1,False
 
+# %% ../nbs/09_trainer.ipynb #2827ec1b
 @patch
-def _in_window(self:DistributedTrainer):
+def _in_window(self:DistributedTrainer, d):
     "What to scale the loss by within a window; `GradientAccumulation` has scaled by this rank's samples, and is told of those of all"
     win,cb = self._window,self._window.callback
     if not cb: return win.scale if win else 1.
     mine = find_bs(self.learn.yb)
     cb.count = win.seen-mine
-    return win.total/mine
+    summed,counts = self._loss_kind()
+    if not summed and not (counts and (self._each or often_ignores(self.learn.loss_func, self.learn.yb[0]))): return win.total/mine
+    den,n = all_reduce(self._row(d, self._in_samples(self._part())), kind='step')/self.size
+    return n*(win.total/mine)/(den+(den==0))
+
+@patch
+def _row(self:DistributedTrainer, *numbers):
+    device = self.learn.loss.device
+    return torch.stack([torch.as_tensor(o, dtype=torch.float32, device=device) for o in numbers])
+
+# %% ../nbs/09_trainer.ipynb #c26f104a
+@patch
+def _around_loss(self:DistributedTrainer, cb):
+    "Call `cb` after the loss; what it adds to a sum counts once, not once a rank"
+    learn,old = self.learn,vars(self.learn).get('loss_grad')
+    if not self._due or not adds_terms(cb) or getattr(old, 'grad_fn', None) is None: return cb('after_loss')
+    before,summed = old.grad_fn,self._loss_kind()[0]
+    if summed: learn.loss_grad = old.clone()
+    was = learn.loss_grad.grad_fn
+    cb('after_loss')
+    new = learn.loss_grad
+    if new.grad_fn is was: learn.loss_grad = old if summed else new
+    elif self._judge(cb, new.grad_fn, before) and summed: learn.loss_grad = reweigh(new, old, float(self._in_samples(self._part()))/self.size)
+
+# %% ../nbs/09_trainer.ipynb #c26f104c
+@patch
+def _judge(self:DistributedTrainer, cb, new, old):
+    "Is the loss a term of what `cb` made of it? Judged once, and said where ranks differ from one process"
+    if id(cb) in self._terms: return self._terms[id(cb)][1]
+    kind,(summed,counts),f,late = term_of(new, old),self._loss_kind(),self.learn.loss_func,self._window.callback and cb.order>self._window.callback.order
+    unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(f, self.learn.yb[0]))
+    self._terms[id(cb)] = cb,kind!='remade'
+    if not self._job.world.rank and (kind=='remade' or unlike or late): warn(f'{type(cb).__name__} changes the loss in after_loss, and ranks cannot tell how that of the batch follows from those of its '
+        'parts, so they take it for a mean over samples, and N of them may differ from one process. HINT: add a mean over samples to a loss that is one, before GradientAccumulation')
+    return kind!='remade'
 
 # %% ../nbs/09_trainer.ipynb #c26f104b
 @patch
@@ -532,6 +614,7 @@ def _add_up(self:DistributedTrainer, w, d):
     win,sent = self._window,self._sent
     mine = _numbers(self.learn.loss, w, d)
     if win: self._unsynced.append(mine)
+    if win.callback: mine = self._row(d, self._in_samples(self._part()))
     sent.sums,sent.scales = (sent.sums+mine*win.scale,sent.scales+win.scale) if win else (mine,1.)
 
 def _numbers(loss, w, d):
@@ -559,15 +642,31 @@ def _read(self:DistributedTrainer, mean):
     "`mean` over ranks of weighted losses and of weights"
     sent = self._sent
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
-    if self._loss_kind()[1]: self._divide(self._trained.active, den/sent.scales)
+    if self._window.callback: self._count(*mean.tolist())
+    elif not self._loss_kind()[0]: self._divide(self._trained.active, den/sent.scales)
     if not self._window: self.learn.loss = self._loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
     sent.sums,sent.scales = 0.,0.
+
+# %% ../nbs/09_trainer.ipynb #5fec2e93
+@patch
+def _count(self:DistributedTrainer, den, n):
+    "Let `GradientAccumulation` count the samples that were there, a part `n` of its window; where targets of some did not count, `den` is another"
+    win,rank,(summed,counts) = self._window,self._job.world.rank,self._loss_kind()
+    grown,self._grown = self._grown,win.correct(round(n*win.callback.n_acc)) or self._grown
+    if self._grown and not grown and not rank: warn('Batches got larger than they were planned, so with GradientAccumulation ranks may step later '
+        'than one process does. HINT: gradient_accumulation_steps')
+    win.callback.count = win.seen-find_bs(self.learn.yb)
+    if summed or not counts or self._each or often_ignores(self.learn.loss_func, self.learn.yb[0]) or abs(den-n)<1e-6: return
+    self._each = True
+    if not rank: warn('Targets are ignored, and GradientAccumulation has batches that one process divides each by its own number of targets; ranks did so for a whole window, '
+        'and do as one process from now on, with an exchange for each batch. HINT: set ignore_index, so that they know')
 
 @patch
 def _divide(self:DistributedTrainer, active, d):
     "Divide the gradients of `active` by `d`, the mean of the weights; where nothing counts they are zero"
+    if isinstance(d, Tensor) and d.device.type=='cpu': d = d.item()
     if isinstance(d, float) and (abs(d-1)<1e-6 or d==0): return
-    if isinstance(d, Tensor): d = torch.where(d==0, 1., d).float()
+    if isinstance(d, Tensor): d = torch.where((d==0)|((d-1).abs()<1e-6), 1., d).float()
     torch._foreach_div_([p.grad for p in active if p.grad is not None], d)
 
 # %% ../nbs/09_trainer.ipynb #16c79592
@@ -651,7 +750,7 @@ def _share_grads(self:DistributedTrainer, active, weighed=False):
     w,d = self._weights() if self._phases and self.learn.training else (1.,1.)
     if weighed and not (isinstance(w, float) and w==0): w = 1.
     den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self._window.scale if self._window.every>1 else 1.))
-    if self._loss_kind()[1]: self._divide(active, den)
+    if not self._loss_kind()[0]: self._divide(active, den)
     self._passes,self._added = self._passes+1,True
 
 @patch
