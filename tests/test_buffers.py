@@ -69,7 +69,7 @@ class Stop(Callback):
 
 class Midway(Callback):
     "Validates within an epoch"
-    run_valid = False
+    order,run_valid = 100,False
     def after_batch(self):
         if self.iter!=1: return
         self.learn.validate()
