@@ -26,6 +26,7 @@
 - `fastdist.randomness`: What ranks must decide alike, and what they must not
 - `fastdist.replicas`: Do all ranks hold the same model?
 - `fastdist.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
+- `fastdist.running`: Running statistics of instance norm, as one process would have them
 - `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
 - `fastdist.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.spawn`: Ranks that a head process starts, watches and ends

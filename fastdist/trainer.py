@@ -27,6 +27,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.schedule import LRFinder,ParamScheduler
 from fastai.callback.training import GradientAccumulation
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader as TorchLoader
 from .world import *
 from .launch import *
@@ -34,6 +35,7 @@ from .comm import *
 from .randomness import *
 from .data import *
 from .norm import *
+from .running import *
 from .loss import *
 from .metrics import *
 from .accelerator import *
@@ -46,14 +48,14 @@ from .gradients import *
 from .replicas import *
 from .terms import *
 
-
 # %% ../nbs/09_trainer.ipynb #97a04058
 _in_each_batch = 'before_batch','after_batch'
 
 def _at_rest():
     "What a fit changes, as it is outside of one"
-    return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sent=SimpleNamespace(sums=0., scales=0.),
-        _unsynced=[], _per_sample=None, _trained=None, _ddps={}, _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False,
+    return dict(_through=None, _weight=1., _swaps=[], _means=RunningMeans([]), _moved=False, _shares={}, _phases=[], _window=Window(),
+        _sent=SimpleNamespace(sums=0., scales=0.), _unsynced=[], _per_sample=None, _trained=None, _ddps={},
+        _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False,
         _due=False, _passes=0, _added=False, _loss=None, _empty=False, _each=False, _grown=False, _terms={}, compares=False)
 
 class DistributedTrainer(WrapperCallback):
@@ -75,7 +77,8 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(_job=None, _events=None, _plain=False, _plans={}, _planned=[], _untold=set(), _opaque={}, _kind=(None,), _dst=None, **_at_rest())
+        self.__dict__.update(_job=None, _events=None, _plain=False, _plans={}, _planned=[], _untold=set(), _opaque={}, _kind=(None,), _dst=None,
+            _warned=set(), **_at_rest())
 
     def __call__(self, event_name):
         if not self._job or self._events.alone: return
@@ -143,8 +146,8 @@ def _prepare(self:DistributedTrainer):
 # %% ../nbs/09_trainer.ipynb #f76886ee
 @patch
 def _share_others(self:DistributedTrainer):
-    "Rank 0's values for all, of parameters that the optimizer has and the model has not"
-    new = [p for p in self._trained.others if not any(p is o for o in self._others)]
+    "Rank 0's values for all, of parameters that the optimizer has and the model has not, and of buffers of the loss"
+    new = [p for p in (*self._trained.others,*loss_module(self.learn.loss_func).buffers()) if not any(p is o for o in self._others)]
     self._others += new
     if self.size==1 or not new: return
     with torch.no_grad():
@@ -153,7 +156,9 @@ def _share_others(self:DistributedTrainer):
 @patch
 def _sync_norms(self:DistributedTrainer):
     unsync_bn(self._swaps)
-    self._swaps,self._padding = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else [],False
+    self._swaps,self._weight = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else [],1.
+    self._means.weigh(1.)
+    self._means = RunningMeans([m for t,*_ in self._ddps.values() if self.size>1 for m in running_norms(t.model).values()])
     if self._phases: self.before_batch()
 
 # %% ../nbs/09_trainer.ipynb #2cebf081
@@ -172,6 +177,7 @@ def _set_precision(self:DistributedTrainer, mp):
 def unwrap(self:DistributedTrainer):
     self._hooks.close()
     if self._events: self._events.around_loss = None
+    self._means.weigh(1.)
     unsync_bn(self._swaps)
     self.__dict__.update(_at_rest())
     for m in self.learn.metrics: vars(m).pop('accumulate', None)
@@ -223,7 +229,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self._plain and event_type=='batch': f = partial(self._on_batch, f)
     if event_type=='backward' and getattr(f, '__func__', None) is Learner._backward: f = self._backward
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
-    if event_type in ('train','validate'): f = partial(self._over_share, f)
+    if event_type in ('train','validate'): f = partial(self._over_share, f, self.learn.dl)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
     with self._job.together(self._where, self._events.position), own_random(self._job.world.rank), self._all_stats(), self._whole_again():
@@ -378,26 +384,43 @@ def _find_in_memory(self:DistributedTrainer, cb):
 def before_train(self:DistributedTrainer):
     self._start(StepDL)
     rec = self._phases[-1].recorder
-    self._unsynced,self._smooth = [],(rec.smooth_loss.val,rec.smooth_loss.count) if rec else None
+    self._moved,self._unsynced,self._smooth = True,[],(rec.smooth_loss.val,rec.smooth_loss.count) if rec else None
 
 @patch
 def _start(self:DistributedTrainer, cls):
+    if self._moved and cls is EvalDL: self._share_buffers() # in the midst of training
     dl = self._share(self.learn.dl, cls)
     shared = isinstance(dl, DistributedDL)
     rec = getattr(self.learn, 'recorder', None)
     self._phases.append(SimpleNamespace(dl=dl if shared else None, sizes=[], losses=[], whole=None, recorder=rec, train_metrics=rec and rec.train_metrics))
     if shared: dl.in_step = True
+    if shared and cls is EvalDL: self._say_batch_stats()
+    if shared and dl._streams and not dl._carries: self._say_own_batches()
     self.learn.dl = dl
 
 # %% ../nbs/09_trainer.ipynb #bfcb09c5
 @patch
-def _over_share(self:DistributedTrainer, f):
-    "Call `f` over this rank's share, also of a loader that a callback put in the place of the share before the first batch"
+def _over_share(self:DistributedTrainer, f, asked):
+    "Call `f` over this rank's share, also of a loader that a callback put in the place of the share, or of what was `asked` for, before the first batch"
     dl,ph = self.learn.dl,self._phases[-1] if self._phases else None
     if ph and dl is not ph.dl and isinstance(dl, (DataLoader,TorchLoader)):
         ph.dl = self.learn.dl = self._share(dl, StepDL if self.learn.training else EvalDL)
         ph.dl.in_step = True
+    if ph and ph.dl and ph.dl.in_step and isinstance(dl, (list,tuple)): ph.dl = None
     f()
+    if self._all_take_all(ph) and (self.learn.training or isinstance(asked, (DataLoader,TorchLoader))): self._say_whole(type(dl))
+
+@patch
+def _all_take_all(self:DistributedTrainer, ph):
+    "Have batches come past the share?"
+    return ph is not None and self.size>1 and (ph.dl is None or ph.dl.in_step)
+
+# %% ../nbs/09_trainer.ipynb #5ba3e026
+@patch(as_prop=True)
+def _source(self:DistributedTrainer):
+    "Where batches come from: `learn.dl`, or the share if a callback put something around it"
+    dl,ph = self.learn.dl,self._phases[-1] if self._phases else None
+    return dl if ph is None or ph.dl is None or ph.dl.in_step else ph.dl
 
 # %% ../nbs/09_trainer.ipynb #6415b825
 @patch
@@ -409,6 +432,7 @@ def after_batch(self:DistributedTrainer):
 @patch
 def after_validate(self:DistributedTrainer):
     if self._phases: self._report(self._phases.pop())
+    if self._fitting: self._share_buffers()
 
 # %% ../nbs/09_trainer.ipynb #8dc02640
 @patch
@@ -430,7 +454,7 @@ def _on_batch(self:DistributedTrainer, do_one_batch):
     self._due,self._passes = True,0
     if self.size>1: self._fill()
     if not self._trained.holds(self.learn.model, self.learn.opt): self._prepare()
-    if self._window: self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
+    if self._window: self._window.plan(self._source, self.learn.iter, self.learn.n_iter)
     with self._step_scope(): run()
     self._due = False
     if self._passes and not self._window and self.learn.loss is not self._loss: self._share_loss()
@@ -448,7 +472,7 @@ def _goes_through(self:DistributedTrainer): return self.learn.training and not s
 
 # %% ../nbs/09_trainer.ipynb #508b8bd4
 @patch
-def _part(self:DistributedTrainer): return 0. if self._empty else getattr(self.learn.dl, 'weights', {}).get(self.learn.iter, 1.)
+def _part(self:DistributedTrainer): return 0. if self._empty else getattr(self._source, 'weights', {}).get(self.learn.iter, 1.)
 
 @patch
 def before_batch(self:DistributedTrainer):
@@ -458,11 +482,12 @@ def before_batch(self:DistributedTrainer):
 
 @patch
 def _pad(self:DistributedTrainer):
-    padding = self.learn.training and self._part()==0
-    if padding==self._padding: return
+    part = self._part() if self.learn.training else 1.
+    if part==self._weight: return
+    self._means.weigh(part)
     for m,_,new in self._swaps:
-        if new: m.padding = padding
-    self._padding = padding
+        if new: m.padding = part==0
+    self._weight = part
 
 # %% ../nbs/09_trainer.ipynb #b1381f73
 @patch
@@ -526,14 +551,14 @@ def _weights(self:DistributedTrainer):
     if summed: return (float(n) if part else 0.),1.
     v = self._counted(self.learn.loss_func, self.learn.yb[0]) if counts else None
     if v is None or not part: return (self._in_samples(part),)*2
-    w = v*(n/(batch_total(self.learn.dl, self.learn.iter)*self._per_sample))
+    w = v*(n/(batch_total(self._source, self.learn.iter)*self._per_sample))
     return w,w
 
 # %% ../nbs/09_trainer.ipynb #e6fe1355
 @patch
 def _in_samples(self:DistributedTrainer, part):
     "This rank's samples, in units of what a rank was planned to have on average; `part` as long as it has as many as planned"
-    learn,dl,k = self.learn,self.learn.dl,self.learn.iter
+    learn,dl,k = self.learn,self._source,self.learn.iter
     if not part or not isinstance(dl, DistributedDL) or not dl.bs and k not in dl.totals: return part
     total = dl.total(k)
     planned = round(part*total/self.size)
@@ -766,10 +791,12 @@ def _share_loss(self:DistributedTrainer):
 def after_train(self:DistributedTrainer):
     if self._phases: self._report(self._phases.pop()) # there is none where a callback cancelled before it began
     self._merge_losses()
-    self._share_buffers()
+    self._end_moves()
 
 @patch
-def after_fit(self:DistributedTrainer): self._merge_losses()
+def after_fit(self:DistributedTrainer):
+    self._merge_losses()
+    if self._moved and not self._phases: self._end_moves() # a callback cancelled the fit in the midst of an epoch
 
 # %% ../nbs/09_trainer.ipynb #3e6a1534
 @patch
@@ -785,10 +812,56 @@ def _merge_losses(self:DistributedTrainer):
         rec.losses.append(avg.value)
     self.learn.smooth_loss = avg.value
 
+# %% ../nbs/09_trainer.ipynb #5ba3e002
+@patch
+def _end_moves(self:DistributedTrainer):
+    self._share_buffers()
+    self._moved = False
+
 @patch
 def _share_buffers(self:DistributedTrainer):
-    "Rank 0's buffers for all, but for those that are the same on all ranks already"
-    synced = {id(b) for m,_,new in self._swaps if new for b in m.buffers()}
-    bufs = [b for b in self.learn.model.buffers() if id(b) not in synced]
-    if self.size==1 or not bufs: return
-    for b,new in zip(bufs, broadcast_obj([b.cpu() for b in bufs])): b.copy_(new)
+    "Of what instance norms track the mean over ranks for all, of other buffers that differ rank 0's, with a warning"
+    if self.size==1: return
+    if self._moved: self._means.average()
+    mine = {id(b) for m in [*self._means.mods, *(m for m,_,new in self._swaps if new)] for b in m.buffers()}
+    bufs = {n:b for n,b in self._buffers().items() if id(b) not in mine}
+    quiet = {id(b) for m in own_model(self.learn).modules() if not self.sync_bn and isinstance(m, _BatchNorm) for b in m.buffers()}
+    self._say_parted([n for n in share_buffers(bufs) if id(bufs[n]) not in quiet])
+
+@patch
+def _buffers(self:DistributedTrainer):
+    "Buffers of the Learner, and of models that it trained before in this fit"
+    others = {id(t.model):t.model for t,*_ in self._ddps.values() if t.model is not own_model(self.learn)}.values()
+    return {f'{type(m).__name__}.{n}':b for m in others for n,b in m.named_buffers()} | learner_buffers(self.learn)
+
+# %% ../nbs/09_trainer.ipynb #5ba3e001
+@patch
+def _warn_once(self:DistributedTrainer, what, text):
+    "Warn with `text` on rank 0, unless that was done for `what` before"
+    if what not in self._warned and not self._job.world.rank: warn(text)
+    self._warned.add(what)
+
+# %% ../nbs/09_trainer.ipynb #5ba3e003
+@patch
+def _say_parted(self:DistributedTrainer, names):
+    new = [n for n in names if n not in self._warned]
+    self._warned |= {*new}
+    if new: self._warn_once(None, f'The forward pass changes {", ".join(new[:5])}{" and others" if len(new)>5 else ""} by each rank\'s part of a batch; all ranks go on with '
+        'the values of rank 0, and N of them differ from one process. HINT: average over ranks what they are changed by, or do without these buffers')
+
+@patch
+def _say_batch_stats(self:DistributedTrainer):
+    names = [n for n,m in own_model(self.learn).named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
+    if names: self._warn_once(_BatchNorm, f'The batch norm {names[0]} keeps no running statistics, so in evaluation it normalises by each rank\'s part of a batch, and N ranks '
+        'differ from one process. HINT: track_running_stats=True, or evaluate outside of the context')
+
+# %% ../nbs/09_trainer.ipynb #5ba3e028
+@patch
+def _say_own_batches(self:DistributedTrainer):
+    self._warn_once(DataLoader, 'Your create_batches makes batches from a stream, which ranks cannot share out, so each rank goes through all that it makes. HINT: let it give a rank '
+        'its own, islice(batches, rank, None, world_size), or leave it out and override create_item or create_batch')
+
+@patch
+def _say_whole(self:DistributedTrainer, cls):
+    self._warn_once(cls, f'learn.dl is a {cls.__name__} that did not come from this rank\'s share, so each rank goes through all of its batches, and N of them differ from one '
+        f'process. HINT: a callback that puts something around learn.dl gets the share if its order is more than {self.order}')
