@@ -40,6 +40,7 @@ def is_summed(loss_func)->bool:
     "Return whether `loss_func` says that it gives the sum over a batch; fastai's `MixUp` and `CutMix` reduce as the loss that they mix"
     return stated(_mixed(loss_func) or loss_func)=='sum'
 
+# %% ../nbs/05a_loss.ipynb #2da11b90
 def _class_options(loss_func):
     "Class weights and ignored target of a cross entropy with a mean, else `None`"
     f = getattr(loss_func, 'func', loss_func) if not isinstance(loss_func, Partial) else loss_func

@@ -196,3 +196,5 @@ def test_what_cannot_be_exact_is_said(loss, cb): compare(lambda bs: learner(bs, 
 
 @pytest.mark.parametrize('cbs', (lambda: MixUp(), lambda: MixedPrecision(amp_mode='bf16'), lambda: [GradientClip(.1),GradientAccumulation(24)], lambda: Leaves(low)))
 def test_no_false_alarm(cbs): compare(lambda bs: learner(bs, sums), cbs, n=0, lr=.002)
+
+def test_a_rank_without_a_part_and_batch_norm(): compare(lambda bs: learner(bs, bn=True, n=50), size=3, tol=1e-4)
