@@ -33,6 +33,8 @@
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
 - `fastdist.train.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
+- `fastdist.train.running`: Running statistics of instance norm, as one process would have them
+- `fastdist.train.terms`: What callbacks make of a loss, seen on its graph
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process"""
 
 from importlib.metadata import version

@@ -1,8 +1,9 @@
 "Ranks that run different code, wait in different places or cancel on their own hear of it at once, wherever they stand"
-import time,pytest
+import os,subprocess,time,pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
+from fastdist.comm.collectives import exchange,gather_objs
 from fastdist.comm.control import Lifeline
 from fastcore.test import test_eq,test_close
 from learners import digits
@@ -216,3 +217,14 @@ def barriers(learn, rank):
         for _ in range(2): torch.distributed.barrier()
 
 def test_barriers_of_the_user(): test_eq([o[0] for o in on(3, barriers)], ['went on']*3)
+
+def stopped(learn, rank):
+    "All ranks are stopped for six seconds, as when a laptop's lid is closed, while rank 0 waits for rank 1 in the next exchange"
+    pids = ' '.join(map(str, gather_objs(os.getpid())))
+    with exchange('the first'):
+        if rank:
+            subprocess.Popen(['sh', '-c', f'sleep .5; kill -STOP {pids}; sleep 6; kill -CONT {pids}'])
+            for _ in range(25): time.sleep(.1)
+    with exchange('the second'): pass
+
+def test_ranks_that_were_stopped_have_not_waited(): test_eq([o[:2] for o in on(2, stopped)], [('went on','')]*2)

@@ -13,7 +13,7 @@ Predictions are gathered the same way, once, as tensors, and each rank knows by 
 # %% auto #0
 __all__ = ['ways', 'zero_state', 'gained', 'in_turn', 'merge', 'join_rows', 'take_rows', 'Batch', 'rows_of', 'must_try',
            'evidence', 'plan', 'whole_batch', 'showing', 'batch_losses', 'merge_metrics', 'one_record',
-           'gather_in_order']
+           'callbacks_read', 'gather_in_order']
 
 # %% ../../nbs/32_evaluate.metrics.ipynb #854073ac
 import copy,itertools,numbers,pickle,torch,numpy as np
@@ -22,6 +22,7 @@ from functools import reduce
 from types import FunctionType,MethodType
 from fastcore.all import *
 from fastai.torch_core import apply,find_bs,to_concat
+from fastai.callback.core import Callback
 from fastai.data.core import detuplify
 from fastai.learner import AvgLoss,AvgSmoothLoss,AvgMetric,Metric
 from ..comm.collectives import *
@@ -159,7 +160,9 @@ class Batch(GetAttr):
 
     def __getattr__(self, k):
         if k in _of_the_step: self.asked.add(k)
-        return super().__getattr__(k)
+        v = super().__getattr__(k)
+        if isinstance(v, Callback): self.asked.add(k)
+        return v
 
 def rows_of(
     learn, # Learner with a batch
@@ -170,9 +173,11 @@ def rows_of(
     return own | {k:getattr(learn, k) for k in ('pred','xb','yb')}
 
 # %% ../../nbs/32_evaluate.metrics.ipynb #214d55ac
-def _cut_batch(learn, n, sl):
-    cut = lambda o: o[sl] if isinstance(o, torch.Tensor) and o.ndim and len(o)==n else o
-    return Batch(learn, **{k:apply(cut, v) for k,v in rows_of(learn, n).items() if k not in ('x','y','learn')})
+def _cut_batch(learn, n, at, change=None):
+    "The rows `at` of the batch, whose tensors, but for what went into the model, `change` makes others of"
+    cut = lambda o: o[at] if isinstance(o, torch.Tensor) and o.ndim and len(o)==n else o
+    rows = {k:apply(cut, v) for k,v in rows_of(learn, n).items() if k not in ('x','y','learn')}
+    return Batch(learn, **(change(rows) if change else rows))
 
 def _after(met, *batches):
     for o in batches: type(met).accumulate(met, o)
@@ -188,8 +193,8 @@ def _alike(a, b):
     if isinstance(a, FunctionType): return True
     return _alike(_attrs(a), _attrs(b)) if _is_object(a) and type(a) is type(b) else a==b
 
-def _works(zero, a, b, ab, sizes, how):
-    try: return _alike(merge(zero, [a,b], sizes, how), ab)
+def _works(zero, parts, ab, sizes, how):
+    try: return _alike(merge(zero, list(parts), sizes, how), ab)
     except (TypeError,ValueError,RuntimeError): return False
 
 def _slices_do(ab, whole, batches):
@@ -202,14 +207,63 @@ def _found(zero, a, b, ab, sizes):
     zero,a,b,ab = map(_attrs, (zero,a,b,ab))
     seen = [k for k in ab if not all(_same(o.get(k), zero.get(k)) for o in (a,b,ab))]
     pickle.dumps([a[k] for k in seen])
-    return {k:[w for w in ways if _works(zero.get(k), a.get(k), b.get(k), ab[k], sizes, w)] for k in seen} or False
+    return {k:[w for w in ways if _works(zero.get(k), [a.get(k),b.get(k)], ab[k], sizes, w)] for k in seen}
+
+def _differ(a, b):
+    "Do two metrics have different values? One that has none of a slice is another than one that has"
+    try: return not _alike(a.value, b.value)
+    except Exception: return True
 
 def _try(copies, learn, n):
     c = max(1, n//3)
     batches = fst,snd,full = [_cut_batch(learn, n, sl) for sl in (slice(c),slice(c,n),slice(n))]
     a,b,ab,whole = [_after(copies(), *o) for o in ([fst],[snd],[fst,snd],[full])]
     found = {} if _is_average(whole) else _found(copies(), a, b, ab, [[c],[n-c]])
-    return found if _slices_do(ab, whole, batches) else False
+    return (found,_differ(a, b)) if _slices_do(ab, whole, batches) else (False,True)
+
+# %% ../../nbs/32_evaluate.metrics.ipynb #7d1e0a02
+def _class_axis(pred, y):
+    "Axis along which `pred` has a number for each class, where the targets `y` are classes"
+    if isinstance(pred, torch.Tensor) and not y.is_floating_point(): return first(d for d in range(1, pred.ndim) if pred.shape[:d]+pred.shape[d+1:]==y.shape)
+
+def _others(pred, y, g):
+    "What the targets `y` might be, a tensor each"
+    dim,res = _class_axis(pred, y),[y, y.flip(0), torch.zeros_like(y), torch.ones_like(y)]
+    if dim is not None: res += [pred.argmax(dim), torch.randint(pred.shape[dim], y.shape, generator=g)]
+    elif isinstance(pred, torch.Tensor) and y.is_floating_point() and pred.numel()==y.numel(): res.append(pred.reshape(y.shape))
+    return [o.as_subclass(torch.Tensor).to(y.device, y.dtype) for o in res]
+
+def _mix(t, ts, g):
+    "Each number of one of `ts`, as a tensor like `t`"
+    at = torch.randint(len(ts), (1,*t.shape), generator=g).to(t.device)
+    return torch.stack(ts).gather(0, at)[0].as_subclass(type(t))
+
+# %% ../../nbs/32_evaluate.metrics.ipynb #7d1e0a03
+def _mixed(rows, ignore=False, preds=False):
+    "A batch's `rows` with other targets, among them, in `ignore`, such as losses leave out; and with other predictions"
+    g,pred = torch.Generator().manual_seed(0),rows['pred']
+    more = lambda y: [torch.full_like(y, -100).as_subclass(torch.Tensor)] if ignore and y.ndim>1 and not y.is_floating_point() else []
+    is_rows = lambda o: isinstance(o, torch.Tensor) and o.ndim
+    yb = apply(lambda y: _mix(y, _others(pred, y, g)+more(y), g) if is_rows(y) else y, rows['yb'])
+    if preds: pred = apply(lambda p: _mix(p, [o.as_subclass(torch.Tensor) for o in (p,-p,p.flip(-1))], g) if is_rows(p) else p, pred)
+    return rows | dict(pred=pred, yb=yb)
+
+def _tries(copies, learn, n):
+    "What the batch tells, and then what mixed ones do, of at least 32 samples unless these are large"
+    res,size = [_try(copies, learn, n)],sum(o.numel() for o in L(learn.xb) if isinstance(o, torch.Tensor))
+    m = max(n, 32) if size*32/n<2**22 else n
+    for how in ({}, dict(ignore=True), dict(preds=True)) if res[0][0] is not False else ():
+        try: res.append(_try(copies, _cut_batch(learn, n, torch.arange(m)%n, partial(_mixed, **how)), m))
+        except Exception: pass # it cannot take such a batch
+    return res
+
+# %% ../../nbs/32_evaluate.metrics.ipynb #7d1e0a04
+def _common(found): return {k:[w for w in ways if all(w in f.get(k, ways) for f in found)] for k in {k:0 for f in found for k in f}}
+
+def _verdict(met, tries):
+    found,told = zip(*tries)
+    if any(f is False for f in found) or not any(found) and not _is_average(met): return False
+    return _common(found) if any(told) else None
 
 # %% ../../nbs/32_evaluate.metrics.ipynb #4ee405b6
 def _is_fastai(c): return c.__module__.startswith('fastai.') or c is object
@@ -231,7 +285,7 @@ def evidence(
     copies = to_try(met)
     if copies is None or any(isinstance(o, torch.nn.Parameter) for o in copies.shared): return False
     try:
-        with unnoticed(): return _try(copies, learn, n)
+        with unnoticed(): return _verdict(met, _tries(copies, learn, n))
     except Exception: return False
 
 # %% ../../nbs/32_evaluate.metrics.ipynb #9c446718
@@ -243,7 +297,7 @@ def plan(
     "How to put the states of a metric together, if all ranks agree that it can be done"
     some = [f for f in found if f is not None]
     if not some or any(f is False for f in some): return
-    res = {k:[w for w in ways if all(w in f.get(k, ways) for f in some)] for k in {k:0 for f in some for k in f}}
+    res = _common(some)
     return {k:v[0] for k,v in res.items()} if all(map(_clear, res.values())) else None
 
 # %% ../../nbs/32_evaluate.metrics.ipynb #1e73ad33
@@ -303,7 +357,7 @@ def merge_metrics(
     by_batch,failed = losses[0] is not None and any(map(len, losses)),[]
     for i,(m,z) in enumerate(zip(mets, zeros)):
         if by_batch and type(m).accumulate is AvgLoss.accumulate: m.total,m.count = batch_losses(losses, summed)
-        else: failed += _merge_metric(m, z, [g[i] for g in gains], sizes, plans.get(id(m), {}))
+        else: failed += _merge_metric(m, z, [g[i] for g in gains], sizes, plans.get(id(m)))
     return failed
 
 # %% ../../nbs/32_evaluate.metrics.ipynb #85fc9d48
@@ -313,6 +367,13 @@ def _sent(state):
     try: return state if pickle.dumps(state) else None
     except Exception as e: return f'{type(e).__name__}: {e}'
 
+def _merge_one(zero, parts, sizes, how):
+    "As `merge`; where no batch told `how`, an error unless all ways come to the same"
+    if how: return merge(zero, parts, sizes, how)
+    res = merge(zero, parts, sizes)
+    if all(_works(zero, parts, res, sizes, w) for w in ways[1:4]): return res
+    raise ValueError('it began to change after it was tried')
+
 def _merge_metric(m, zero, gains, sizes, plan):
     "Empty, or why it did not work"
     no = first(g for g in gains if isinstance(g, str))
@@ -320,7 +381,7 @@ def _merge_metric(m, zero, gains, sizes, plan):
     res = {}
     for k in {k:0 for g in gains for k in g}:
         parts = [(g[k],s) for g,s in zip(gains, sizes) if k in g]
-        try: res[k] = merge(zero.get(k), *map(list, zip(*parts)), plan.get(k, 'sum'))
+        try: res[k] = _merge_one(zero.get(k), *map(list, zip(*parts)), 'sum' if plan is None or _is_average(m) else plan.get(k))
         except (TypeError,ValueError,RuntimeError) as e: return [(m,f'{k}: {e}')]
     for k,v in res.items(): setattr(m, k, _into(getattr(m, k, None), v))
     return []
@@ -351,6 +412,16 @@ def one_record(
     res = [log[i] if o is None and i<len(log) else o and o[0] for i,o in enumerate(logs[0])]
     found = {i:[l[i][0] for l in logs if l is not None and i<len(l) and l[i]] for i,o in enumerate(logs[0]) if o}
     return res,{i:v for i,v in found.items() if not all(_alike(v[0], x) for x in v)}
+
+# %% ../../nbs/32_evaluate.metrics.ipynb #7d1e0a08
+def callbacks_read(
+    met:Metric, # A metric, of a user's perhaps
+    learn # A Learner with callbacks
+)->list: # Of their names
+    "Return the callbacks of `learn` that the code of `met` names"
+    own = [getattr(v, 'fget', v) for c in type(met).__mro__ if not _is_fastai(c) for v in vars(c).values()]
+    names = {o for f in own if isinstance(f, FunctionType) for o in f.__code__.co_names}
+    return [cb.name for cb in learn.cbs if cb.name in names]
 
 # %% ../../nbs/32_evaluate.metrics.ipynb #625f5f45
 def gather_in_order(

@@ -27,6 +27,8 @@ from accelerate.utils import GradScalerKwargs,InitProcessGroupKwargs
 from fastcore.all import *
 from .world import *
 from ..evaluate.loss import *
+from ..train.running import *
+
 
 # %% ../../nbs/06_job.options.ipynb #9cc9bfe0
 fastai_has_own = ['mixed_precision', 'fp16', 'log_with', 'logging_dir', 'step_scheduler_with_optimizer']
@@ -190,8 +192,8 @@ def prepare(self:ProcessAccelerator,
     model:torch.nn.Module # On its device
 )->torch.nn.Module: # In `DistributedDataParallel`, if there are several ranks and it has something to learn; compiled if that was asked for
     "What the forward pass of training goes through; `model` itself is not changed"
-    n_bn = sum(len(list(m.buffers(recurse=False))) for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm))
-    per_step = self.ddp_options.broadcast_buffers and len(list(model.buffers()))>n_bn
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]+[*running_norms(model).values()]
+    per_step = self.ddp_options.broadcast_buffers and len(list(model.buffers()))>sum(len(list(m.buffers(recurse=False))) for m in norms)
     self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=per_step)
     shared = Carrier(model) if self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
     self.carry = shared.carry if shared is not model and self._carries() else None
@@ -200,6 +202,8 @@ def prepare(self:ProcessAccelerator,
         filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
         res = self.acc.prepare_model(shared)
     vars(shared).pop('_is_accelerate_prepared', None)
+    ddp = getattr(res, '_orig_mod', res)
+    if per_step and ddp is not model: ddp.parameters_to_ignore |= {f'{n}.{k}' for n,m in running_norms(ddp.module).items() for k,_ in m.named_buffers()}
     return res
 
 @patch

@@ -246,6 +246,7 @@ def failure(self:Ranks)->BaseException:
     said = sorted([read(f) for f in self.d.glob('failure*')], key=lambda o: o.time)
     own = [o for o in said if not o.of and not o.broken]
     if own and own[0].exit and (own[0].exit[0] or len(own)==self.n): return SystemExit(own[0].exit[0])
+    if len(own)==self.n>1 and len({o.text.rpartition('\n')[2] for o in own})==1: return RankError(None, f'all {self.n} ranks failed alike:\n{min(own, key=lambda o: o.rank).text}', shown=False)
     if own: return RankError(own[0].rank, own[0].text, shown=False)
     gone = [p for r,p in enumerate(self.procs) if p.exitcode and not (self.d/f'failure{r}').exists()]
     if gone: return self._gone(self.procs.index(gone[0]), gone[0].exitcode)

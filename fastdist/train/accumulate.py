@@ -38,19 +38,28 @@ class Window:
         callback:GradientAccumulation=None # fastai's, of the same Learner
     ):
         if callback and every>1: raise OptionError('gradient_accumulation_steps', every, 'there is the callback GradientAccumulation as well. HINT: one of them')
-        self.every,self.callback,self.seen,self.scale,self.ends = every,callback,0,1.,True
+        self.every,self.callback,self.seen,self.known,self.scale,self.ends = every,callback,0,0,1.,True
 
     def __bool__(self): return self.every>1 or self.callback is not None
 
     def plan(self, dl, k, n_batches):
         "Look at batch `k` of `total` samples: `scale` is its part of the step, `seen` the samples so far; it may be what `ends` the window"
         self.total = m = batch_total(dl, k)
-        self.seen = m if self.ends else self.seen+m
+        if self.ends: self.seen = self.known = 0
+        self.seen += m
         if self.callback: self.scale,self.ends = m/self.callback.n_acc,self.seen>=self.callback.n_acc
         elif self.every>1:
             lo = k//self.every*self.every
             hi = min(lo+self.every, n_batches)
             self.scale,self.ends = m/sum(batch_total(dl, i) for i in range(lo, hi)),k==hi-1
+
+    def correct(self,
+        n:int # Samples that batches had since this was called, or since the window began
+    )->bool: # Were they more than planned, so that the window may have ended too late?
+        "Count the `n` samples that were there, not those that were planned; where they are too few the window goes on"
+        planned,self.known = self.seen-self.known,self.known+n
+        self.seen,self.ends = self.known,self.known>=self.callback.n_acc
+        return n>planned
 
 # %% ../../nbs/52_train.accumulate.ipynb #1ad1483d
 class AccumulateSteps(Callback):

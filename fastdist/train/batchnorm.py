@@ -62,6 +62,7 @@ class _GroupNormalise(Function):
         mean,var,n = group_stats(x, padding)
         ctx.save_for_backward(x, w, mean, (var+eps).rsqrt(), n)
         ctx.mark_non_differentiable(mean, var, n)
+        ctx.padding = padding
         return F.batch_norm(x, mean, var, w, b, False, 0., eps),mean,var,n
 
     @staticmethod
@@ -75,7 +76,8 @@ class _GroupNormalise(Function):
         dist.all_reduce(sums)
         sdy,sdyx = [_per_channel(o, x) for o in sums/n]
         scale = inv if w is None else inv*w
-        return (dy-sdy-xhat*sdyx)*_per_channel(scale, x), None if w is None else dw, None if w is None else db, None, None
+        dx = torch.zeros_like(x) if ctx.padding else (dy-sdy-xhat*sdyx)*_per_channel(scale, x) # the mean does not depend on padding
+        return dx, None if w is None else dw, None if w is None else db, None, None
 
 # %% ../../nbs/50_train.batchnorm.ipynb #c633d79c
 class _Sync(nn.SyncBatchNorm):

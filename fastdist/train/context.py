@@ -67,7 +67,14 @@ class WrapperCallback(Callback):
         self.__dict__['_learner'] = v
         if v is not None: self._lend()
 
+    def _be_alone(self):
+        "Raise `RuntimeError` where another wrapper has the Learner, of which this one would make nothing"
+        other = getattr(vars(self.learn).get('_with_events'), '__self__', None)
+        if isinstance(other, WrapperCallback) and other is not self: raise RuntimeError(f'You add {type(self).__name__} to a Learner that trains through {type(other).__name__}. '
+            'HINT: use distrib_ctx, for ranks, or parallel_ctx, for the GPUs of one process, and not both')
+
     def _lend(self):
+        self._be_alone()
         for k in self._lent: setattr(self.learn, k, getattr(self, '_on_'+k.lstrip('_')))
     def _return(self):
         self.unwrap()

@@ -103,7 +103,7 @@ class Events:
     "Calls a Learner's callbacks"
     def __init__(self, learn, rank):
         self.learn,self.rank,self.known,self.plans,self.alone,self.aside,self.vote = learn,rank,None,{},None,None,None
-        self.at,self.phase,self.windowed = 'before_fit',0,False
+        self.at,self.phase,self.windowed,self.around_loss = 'before_fit',0,False,None
 
     def of(self, event_name):
         "Who answers `event_name`, in order; is it for rank 0 alone, and do ranks vote after it?"
@@ -127,6 +127,7 @@ def __call__(self:Events, event_name):
         try:
             if votes: self._call_and_vote(cb, lone, event_name)
             elif lone: self._call_alone(cb, event_name)
+            elif self.around_loss and event_name=='after_loss': self.around_loss(cb)
             else: cb(event_name)
         except cancels as e:
             self.settle(e, f'{type(cb).__name__}.{event_name}')

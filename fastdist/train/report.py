@@ -56,12 +56,13 @@ def _loss_numbers(self:DistributedTrainer, n):
 # %% ../../nbs/60_train.report.ipynb #c43a5fbe
 @patch
 def _plan_metrics(self:DistributedTrainer, here):
-    new = [m for m in self.learn.metrics if must_try(m) and id(m) not in self._plans]
+    new = [m for m in self.learn.metrics if must_try(m) and (id(m) not in self._plans or id(m) in self._untold)]
     if not new: return
     targets,found = zip(*gather_objs((here is not None and len(here.yb)>0, [evidence(m, here) for m in new])))
     if not any(targets): return
     self._plans |= {id(m):plan(o) for m,*o in zip(new, *found)}
     self._planned += new
+    self._untold = {id(m) for m,*o in zip(new, *found) if not any(f is not None for f in o)}
 
 @patch
 def _whole_batches(self:DistributedTrainer, ph, here):
@@ -82,7 +83,7 @@ def _show(self:DistributedTrainer, ph, batch):
     "Let metrics that need whole batches look at the Learner as it is in one process"
     n_iter = {} if ph.dl is None or ph.dl.n is None else dict(n_iter=ph.dl.n_steps())
     with showing(self.learn, **batch, iter=len(ph.sizes), **n_iter):
-        for m in ph.whole: type(m).accumulate(m, self.learn)
+        for m in ph.whole: self._look(m)
 
 @patch
 def _loss_parts(self:DistributedTrainer):
@@ -93,6 +94,21 @@ def _loss_parts(self:DistributedTrainer):
     if self._loss_kind()[0]: return l,self._part()/self.size
     num,den,_ = ifnone(self._loss_numbers(n), (l*n,n,n))
     return num,den
+
+# %% ../../nbs/60_train.report.ipynb #7d1e0b02
+@patch
+def _look(self:DistributedTrainer, m):
+    try: type(m).accumulate(m, self.learn)
+    except Exception as e:
+        if why := self._why_apart(m): getattr(e, 'add_note', noop)(f'{m.name}: {why}')
+        raise
+
+@patch
+def _why_apart(self:DistributedTrainer, m):
+    "What keeps the metric `m`, which may be `None`, from being that of all samples, as far as its code tells"
+    names = callbacks_read(m, self.learn) if m is not None else []
+    return names and (f'It reads learn.{names[0]}, and what a callback keeps is of the samples of one rank. HINT: let the callback put what it has for each sample of a batch '
+        'at the Learner (self.learn.mask = ...), where a metric finds that of all ranks, or count in the metric')
 
 # %% ../../nbs/60_train.report.ipynb #4234cb11
 @patch
@@ -157,8 +173,9 @@ def _agree_record(self:DistributedTrainer):
 
 @patch
 def _say_differs(self:DistributedTrainer, name, vals):
-    if not self._job.world.rank and name not in self._differing: warn(f'{name} differs between ranks ({", ".join(map(str, vals))}); all go on with that of rank 0. '
-        'HINT: a metric must not depend on rank, time or random numbers, or keep its state where ranks cannot see it')
+    why = self._why_apart(first(m for m in self.learn.metrics if m.name==name)) or ('HINT: a metric must not depend on rank, time or random numbers, or keep its state '
+        'where ranks cannot see it')
+    if not self._job.world.rank and name not in self._differing: warn(f'{name} differs between ranks ({", ".join(map(str, vals))}); all go on with that of rank 0. {why}')
     self._differing.add(name)
 
 # %% ../../nbs/60_train.report.ipynb #3a8fc5d2

@@ -24,8 +24,10 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.schedule import LRFinder,ParamScheduler
 from fastai.callback.training import GradientAccumulation
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader as TorchLoader
 from ..job.world import *
 from ..job.fork import *
@@ -33,6 +35,7 @@ from ..comm.collectives import *
 from ..comm.rng import *
 from ..data.loader import *
 from .batchnorm import *
+from .running import *
 from ..evaluate.loss import *
 from ..evaluate.metrics import *
 from ..job.options import *
@@ -43,6 +46,7 @@ from .events import *
 from .consistency import *
 from .gradients import *
 from ..state.replicas import *
+from .terms import *
 
 
 # %% ../../nbs/59_train.trainer.ipynb #97a04058
@@ -50,14 +54,15 @@ _in_each_batch = 'before_batch','after_batch'
 
 def _at_rest():
     "What a fit changes, as it is outside of one"
-    return dict(_through=None, _padding=False, _swaps=[], _shares={}, _phases=[], _window=Window(), _sent=SimpleNamespace(sums=0., scales=0.),
-        _unsynced=[], _per_sample=None, _trained=None, _ddps={}, _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False,
-        _due=False, _passes=0, _added=False, _loss=None, compares=False)
+    return dict(_through=None, _weight=1., _swaps=[], _means=RunningMeans([]), _moved=False, _shares={}, _phases=[], _window=Window(),
+        _sent=SimpleNamespace(sums=0., scales=0.), _unsynced=[], _per_sample=None, _trained=None, _ddps={},
+        _carry=None, _watched=[], _others=[], _hooks=ExitStack(), _waits=False, _bare=False,
+        _due=False, _passes=0, _added=False, _loss=None, _empty=False, _each=False, _grown=False, _terms={}, compares=False)
 
 class DistributedTrainer(WrapperCallback):
     "The model trains as `DistributedDataParallel`, on this rank's share of the loaders, inside a job of several ranks"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = ('_job','_events','_plans','_planned','_opaque','_kind',*_at_rest())
+    _stateattrs = ('_job','_events','_plans','_planned','_untold','_opaque','_kind',*_at_rest())
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Let batch norm count the samples of all ranks?
@@ -73,7 +78,8 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(_job=None, _events=None, _plain=False, _plans={}, _planned=[], _opaque={}, _kind=(None,), _dst=None, **_at_rest())
+        self.__dict__.update(_job=None, _events=None, _plain=False, _plans={}, _planned=[], _untold=set(), _opaque={}, _kind=(None,), _dst=None,
+            _warned=set(), **_at_rest())
 
     def __call__(self, event_name):
         if not self._job or self._events.alone: return
@@ -96,6 +102,7 @@ def _lend(self:DistributedTrainer):
     w = self.accelerator.world
     dynamo = os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower()!='no'
     if w.size==1 and not self.options and asked_precision(os.environ)=='no' and asked_steps(os.environ)==1 and not dynamo: return
+    self._be_alone()
     self._job,self._events = Job(self.learn, w, dict(self.options), self.patience),Events(self.learn, w.rank)
     self.accelerator.adopt(self._job.member, self._job.live.acc)
     self._plain = all(getattr(type(self.learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__'))
@@ -115,6 +122,7 @@ def wrap(self:DistributedTrainer):
     self._check_steps()
     self._window = Window(self._job.live.accumulate, self._accumulation())
     self._events.windowed,self._events.known = bool(self._window),None
+    self._events.around_loss = self._around_loss if self.size>1 else None
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: self._find_in_memory(cb)
     self._prepare()
@@ -139,8 +147,8 @@ def _prepare(self:DistributedTrainer):
 # %% ../../nbs/59_train.trainer.ipynb #f76886ee
 @patch
 def _share_others(self:DistributedTrainer):
-    "Rank 0's values for all, of parameters that the optimizer has and the model has not"
-    new = [p for p in self._trained.others if not any(p is o for o in self._others)]
+    "Rank 0's values for all, of parameters that the optimizer has and the model has not, and of buffers of the loss"
+    new = [p for p in (*self._trained.others,*loss_module(self.learn.loss_func).buffers()) if not any(p is o for o in self._others)]
     self._others += new
     if self.size==1 or not new: return
     with torch.no_grad():
@@ -149,7 +157,9 @@ def _share_others(self:DistributedTrainer):
 @patch
 def _sync_norms(self:DistributedTrainer):
     unsync_bn(self._swaps)
-    self._swaps,self._padding = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else [],False
+    self._swaps,self._weight = sync_bn(self.learn.model) if self.sync_bn and self.size>1 else [],1.
+    self._means.weigh(1.)
+    self._means = RunningMeans([m for t,*_ in self._ddps.values() if self.size>1 for m in running_norms(t.model).values()])
     if self._phases: self.before_batch()
 
 # %% ../../nbs/59_train.trainer.ipynb #2cebf081
@@ -167,6 +177,8 @@ def _set_precision(self:DistributedTrainer, mp):
 @patch
 def unwrap(self:DistributedTrainer):
     self._hooks.close()
+    if self._events: self._events.around_loss = None
+    self._means.weigh(1.)
     unsync_bn(self._swaps)
     self.__dict__.update(_at_rest())
     for m in self.learn.metrics: vars(m).pop('accumulate', None)
@@ -218,7 +230,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self._plain and event_type=='batch': f = partial(self._on_batch, f)
     if event_type=='backward' and getattr(f, '__func__', None) is Learner._backward: f = self._backward
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
-    if event_type in ('train','validate'): f = partial(self._over_share, f)
+    if event_type in ('train','validate'): f = partial(self._over_share, f, self.learn.dl)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or self._fitting or self._phases: return self._nested(run, f, event_type, ex, final)
     with self._job.together(self._where, self._events.position), own_random(self._job.world.rank), self._all_stats(), self._whole_again():
@@ -304,6 +316,7 @@ def _on_call_one(self:DistributedTrainer, event_name):
     if line:
         line.beat += 1
         if line.trouble: line.check()
+    if event_name=='after_loss' and self._due and not self._events.alone: self._ask_loss(self.learn if self._part() else None)
     if line and not self._events.alone: return self._events(event_name)
     if self._events.alone: return self._events.call_aside(event_name)
     type(self.learn)._call_one(self.learn, event_name)
@@ -372,26 +385,43 @@ def _find_in_memory(self:DistributedTrainer, cb):
 def before_train(self:DistributedTrainer):
     self._start(StepDL)
     rec = self._phases[-1].recorder
-    self._unsynced,self._smooth = [],(rec.smooth_loss.val,rec.smooth_loss.count) if rec else None
+    self._moved,self._unsynced,self._smooth = True,[],(rec.smooth_loss.val,rec.smooth_loss.count) if rec else None
 
 @patch
 def _start(self:DistributedTrainer, cls):
+    if self._moved and cls is EvalDL: self._share_buffers() # in the midst of training
     dl = self._share(self.learn.dl, cls)
     shared = isinstance(dl, DistributedDL)
     rec = getattr(self.learn, 'recorder', None)
     self._phases.append(SimpleNamespace(dl=dl if shared else None, sizes=[], losses=[], whole=None, recorder=rec, train_metrics=rec and rec.train_metrics))
     if shared: dl.in_step = True
+    if shared and cls is EvalDL: self._say_batch_stats()
+    if shared and dl._streams and not dl._carries: self._say_own_batches()
     self.learn.dl = dl
 
 # %% ../../nbs/59_train.trainer.ipynb #bfcb09c5
 @patch
-def _over_share(self:DistributedTrainer, f):
-    "Call `f` over this rank's share, also of a loader that a callback put in the place of the share before the first batch"
+def _over_share(self:DistributedTrainer, f, asked):
+    "Call `f` over this rank's share, also of a loader that a callback put in the place of the share, or of what was `asked` for, before the first batch"
     dl,ph = self.learn.dl,self._phases[-1] if self._phases else None
     if ph and dl is not ph.dl and isinstance(dl, (DataLoader,TorchLoader)):
         ph.dl = self.learn.dl = self._share(dl, StepDL if self.learn.training else EvalDL)
         ph.dl.in_step = True
+    if ph and ph.dl and ph.dl.in_step and isinstance(dl, (list,tuple)): ph.dl = None
     f()
+    if self._all_take_all(ph) and (self.learn.training or isinstance(asked, (DataLoader,TorchLoader))): self._say_whole(type(dl))
+
+@patch
+def _all_take_all(self:DistributedTrainer, ph):
+    "Have batches come past the share?"
+    return ph is not None and self.size>1 and (ph.dl is None or ph.dl.in_step)
+
+# %% ../../nbs/59_train.trainer.ipynb #5ba3e026
+@patch(as_prop=True)
+def _source(self:DistributedTrainer):
+    "Where batches come from: `learn.dl`, or the share if a callback put something around it"
+    dl,ph = self.learn.dl,self._phases[-1] if self._phases else None
+    return dl if ph is None or ph.dl is None or ph.dl.in_step else ph.dl
 
 # %% ../../nbs/59_train.trainer.ipynb #6415b825
 @patch
@@ -403,6 +433,7 @@ def after_batch(self:DistributedTrainer):
 @patch
 def after_validate(self:DistributedTrainer):
     if self._phases: self._report(self._phases.pop())
+    if self._fitting: self._share_buffers()
 
 # %% ../../nbs/59_train.trainer.ipynb #8dc02640
 @patch
@@ -422,8 +453,9 @@ def _on_batch(self:DistributedTrainer, do_one_batch):
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
     if not self.learn.training or self._through is None: return run()
     self._due,self._passes = True,0
+    if self.size>1: self._fill()
     if not self._trained.holds(self.learn.model, self.learn.opt): self._prepare()
-    if self._window: self._window.plan(self.learn.dl, self.learn.iter, self.learn.n_iter)
+    if self._window: self._window.plan(self._source, self.learn.iter, self.learn.n_iter)
     with self._step_scope(): run()
     self._due = False
     if self._passes and not self._window and self.learn.loss is not self._loss: self._share_loss()
@@ -441,31 +473,60 @@ def _goes_through(self:DistributedTrainer): return self.learn.training and not s
 
 # %% ../../nbs/59_train.trainer.ipynb #508b8bd4
 @patch
-def _part(self:DistributedTrainer): return getattr(self.learn.dl, 'weights', {}).get(self.learn.iter, 1.)
+def _part(self:DistributedTrainer): return 0. if self._empty else getattr(self._source, 'weights', {}).get(self.learn.iter, 1.)
 
 @patch
 def before_batch(self:DistributedTrainer):
-    padding = self.learn.training and self._part()==0
-    if padding==self._padding: return
+    for m in self.learn.metrics if self._empty else []: vars(m).pop('accumulate', None) # they were silent for one batch
+    self._empty = False
+    self._pad()
+
+@patch
+def _pad(self:DistributedTrainer):
+    part = self._part() if self.learn.training else 1.
+    if part==self._weight: return
+    self._means.weigh(part)
     for m,_,new in self._swaps:
-        if new: m.padding = padding
-    self._padding = padding
+        if new: m.padding = part==0
+    self._weight = part
+
+# %% ../../nbs/59_train.trainer.ipynb #b1381f73
+@patch
+def _fill(self:DistributedTrainer):
+    "Give a rank that people's functions left no sample one that counts for nothing, as one without a part of a ragged batch has"
+    learn = self.learn
+    if not len(learn.yb) or _size_of(learn.yb)!=0: return
+    one = lambda o: o.new_zeros(1, *o.shape[1:]) if isinstance(o, Tensor) and o.ndim and not len(o) else o
+    learn.xb,learn.yb,self._empty = apply(one, learn.xb),apply(one, learn.yb),True
+    self._pad()
+
+def _size_of(b):
+    try: return find_bs(b)
+    except (IndexError,TypeError): return
 
 # %% ../../nbs/59_train.trainer.ipynb #b1381f74
 @patch
 def _ask_loss(self:DistributedTrainer, here):
     "Let the ranks find out together how a loss that does not say it reduces; `here` is `None` without a batch"
     f = self.learn.loss_func
-    if id(f) in self._opaque or not is_opaque(f): return
+    if id(f) not in self._opaque: self._opaque[id(f)] = SimpleNamespace(f=f, told=not is_opaque(f), kind=None, calls=0)
+    o = self._opaque[id(f)]
+    if o.told: return
+    o.calls += 1
+    if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
     mine = (here.pred,here.yb) if here is not None and len(here.yb) else None
-    found = gather_objs(how_reduced(f, *mine) if mine else None)
-    if not any(found): found = [self._ask_together(f, gather_objs(mine))]
-    if 'other' in found and self._job.world.rank==0: warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
+    found = {*gather_objs(how_reduced(f, *mine) if mine else None)}-{None} or {self._ask_together(f, gather_objs(mine))}-{None}
+    if found: self._settle_loss(o, 'untold' if 'untold' in found else 'other' if len(found)>1 else found.pop())
+
+# %% ../../nbs/59_train.trainer.ipynb #b1381f75
+@patch
+def _settle_loss(self:DistributedTrainer, o, kind):
+    o.told,o.kind,self._kind = True,kind,(None,)
+    if self._job.world.rank: return
+    if kind=='other': warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
         'them differ from one process. HINT: use a loss of fastai or torch, which say by what they divide')
-    elif 'untold' in found and self._job.world.rank==0: warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
+    if kind=='untold' and not stated(o.f): warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
         "HINT: set its attribute reduction to 'mean' or 'sum'")
-    self._opaque[id(f)] = f,'sum' in found and not {'mean','other','untold'}&set(found)
-    self._kind = (None,)
 
 @patch
 def _ask_together(self:DistributedTrainer, f, parts):
@@ -480,7 +541,9 @@ def _loss_kind(self:DistributedTrainer):
     "Is the loss a sum, and does its mean divide by what counts of the targets?"
     f = self.learn.loss_func
     key = f,getattr(f, 'reduction', None)
-    if self._kind[0]!=key: self._kind = key,(is_summed(f) or self._opaque.get(id(f), (f,False))[1],has_normaliser(f))
+    if self._kind[0]!=key:
+        told = getattr(self._opaque.get(id(f)), 'kind', None)
+        self._kind = key,(told=='sum' or told!='mean' and is_summed(f),has_normaliser(f))
     return self._kind[1]
 
 @patch
@@ -488,14 +551,25 @@ def _weights(self:DistributedTrainer):
     part,n,(summed,counts) = self._part(),self.size,self._loss_kind()
     if summed: return (float(n) if part else 0.),1.
     v = self._counted(self.learn.loss_func, self.learn.yb[0]) if counts else None
-    if v is None or not part: return part,part
-    w = v*(n/(batch_total(self.learn.dl, self.learn.iter)*self._per_sample))
+    if v is None or not part: return (self._in_samples(part),)*2
+    w = v*(n/(batch_total(self._source, self.learn.iter)*self._per_sample))
     return w,w
+
+# %% ../../nbs/59_train.trainer.ipynb #e6fe1355
+@patch
+def _in_samples(self:DistributedTrainer, part):
+    "This rank's samples, in units of what a rank was planned to have on average; `part` as long as it has as many as planned"
+    learn,dl,k = self.learn,self._source,self.learn.iter
+    if not part or not isinstance(dl, DistributedDL) or not dl.bs and k not in dl.totals: return part
+    total = dl.total(k)
+    planned = round(part*total/self.size)
+    m = size_now(learn.xb, learn.yb, planned)
+    return part if m==planned else m*self.size/total
 
 @patch
 def _counted(self:DistributedTrainer, f, y):
     "What the mean divides by on this rank, and on the way, once a fit, how many targets a sample has"
-    if self._per_sample is None: self._per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([y.numel()/len(y)]), 'max').item()
+    if self._per_sample is None: self._per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([math.prod(y.shape[1:])*1.]), 'max').item()
     return normaliser(f, y)
 
 # %% ../../nbs/59_train.trainer.ipynb #2827ec1a
@@ -506,7 +580,7 @@ def _batch_pass(self:DistributedTrainer, run, t, g):
     self._ask_loss(self.learn if self._part() else None)
     with torch._C.DisableTorchFunctionSubclass(): # fastai's tensor types cost more here than the arithmetic
         w,d = self._weights()
-        f = w*self._in_window()
+        f = w*self._in_window(d)
         if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         self._add_up(w, d)
     carry = self._carry if self._waits else None
@@ -516,14 +590,49 @@ def _batch_pass(self:DistributedTrainer, run, t, g):
         self._exchange()
     self._passes,self._added = self._passes+1,False
 
+# %% ../../nbs/59_train.trainer.ipynb #2827ec1b
 @patch
-def _in_window(self:DistributedTrainer):
+def _in_window(self:DistributedTrainer, d):
     "What to scale the loss by within a window; `GradientAccumulation` has scaled by this rank's samples, and is told of those of all"
     win,cb = self._window,self._window.callback
     if not cb: return win.scale if win else 1.
     mine = find_bs(self.learn.yb)
     cb.count = win.seen-mine
-    return win.total/mine
+    summed,counts = self._loss_kind()
+    if not summed and not (counts and (self._each or often_ignores(self.learn.loss_func, self.learn.yb[0]))): return win.total/mine
+    den,n = all_reduce(self._row(d, self._in_samples(self._part())), kind='step')/self.size
+    return n*(win.total/mine)/(den+(den==0))
+
+@patch
+def _row(self:DistributedTrainer, *numbers):
+    device = self.learn.loss.device
+    return torch.stack([torch.as_tensor(o, dtype=torch.float32, device=device) for o in numbers])
+
+# %% ../../nbs/59_train.trainer.ipynb #c26f104a
+@patch
+def _around_loss(self:DistributedTrainer, cb):
+    "Call `cb` after the loss; what it adds to a sum counts once, not once a rank"
+    learn,old = self.learn,vars(self.learn).get('loss_grad')
+    if not self._due or not adds_terms(cb) or getattr(old, 'grad_fn', None) is None: return cb('after_loss')
+    before,summed = old.grad_fn,self._loss_kind()[0]
+    if summed: learn.loss_grad = old.clone()
+    was = learn.loss_grad.grad_fn
+    cb('after_loss')
+    new = learn.loss_grad
+    if new.grad_fn is was: learn.loss_grad = old if summed else new
+    elif self._judge(cb, new.grad_fn, before) and summed: learn.loss_grad = reweigh(new, old, float(self._in_samples(self._part()))/self.size)
+
+# %% ../../nbs/59_train.trainer.ipynb #c26f104c
+@patch
+def _judge(self:DistributedTrainer, cb, new, old):
+    "Is the loss a term of what `cb` made of it? Judged once, and said where ranks differ from one process"
+    if id(cb) in self._terms: return self._terms[id(cb)][1]
+    kind,(summed,counts),f,late = term_of(new, old),self._loss_kind(),self.learn.loss_func,self._window.callback and cb.order>self._window.callback.order
+    unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(f, self.learn.yb[0]))
+    self._terms[id(cb)] = cb,kind!='remade'
+    if not self._job.world.rank and (kind=='remade' or unlike or late): warn(f'{type(cb).__name__} changes the loss in after_loss, and ranks cannot tell how that of the batch follows from those of its '
+        'parts, so they take it for a mean over samples, and N of them may differ from one process. HINT: add a mean over samples to a loss that is one, before GradientAccumulation')
+    return kind!='remade'
 
 # %% ../../nbs/59_train.trainer.ipynb #c26f104b
 @patch
@@ -531,6 +640,7 @@ def _add_up(self:DistributedTrainer, w, d):
     win,sent = self._window,self._sent
     mine = _numbers(self.learn.loss, w, d)
     if win: self._unsynced.append(mine)
+    if win.callback: mine = self._row(d, self._in_samples(self._part()))
     sent.sums,sent.scales = (sent.sums+mine*win.scale,sent.scales+win.scale) if win else (mine,1.)
 
 def _numbers(loss, w, d):
@@ -558,15 +668,31 @@ def _read(self:DistributedTrainer, mean):
     "`mean` over ranks of weighted losses and of weights"
     sent = self._sent
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
-    if self._loss_kind()[1]: self._divide(self._trained.active, den/sent.scales)
+    if self._window.callback: self._count(*mean.tolist())
+    elif not self._loss_kind()[0]: self._divide(self._trained.active, den/sent.scales)
     if not self._window: self.learn.loss = self._loss = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
     sent.sums,sent.scales = 0.,0.
+
+# %% ../../nbs/59_train.trainer.ipynb #5fec2e93
+@patch
+def _count(self:DistributedTrainer, den, n):
+    "Let `GradientAccumulation` count the samples that were there, a part `n` of its window; where targets of some did not count, `den` is another"
+    win,rank,(summed,counts) = self._window,self._job.world.rank,self._loss_kind()
+    grown,self._grown = self._grown,win.correct(round(n*win.callback.n_acc)) or self._grown
+    if self._grown and not grown and not rank: warn('Batches got larger than they were planned, so with GradientAccumulation ranks may step later '
+        'than one process does. HINT: gradient_accumulation_steps')
+    win.callback.count = win.seen-find_bs(self.learn.yb)
+    if summed or not counts or self._each or often_ignores(self.learn.loss_func, self.learn.yb[0]) or abs(den-n)<1e-6: return
+    self._each = True
+    if not rank: warn('Targets are ignored, and GradientAccumulation has batches that one process divides each by its own number of targets; ranks did so for a whole window, '
+        'and do as one process from now on, with an exchange for each batch. HINT: set ignore_index, so that they know')
 
 @patch
 def _divide(self:DistributedTrainer, active, d):
     "Divide the gradients of `active` by `d`, the mean of the weights; where nothing counts they are zero"
+    if isinstance(d, Tensor) and d.device.type=='cpu': d = d.item()
     if isinstance(d, float) and (abs(d-1)<1e-6 or d==0): return
-    if isinstance(d, Tensor): d = torch.where(d==0, 1., d).float()
+    if isinstance(d, Tensor): d = torch.where((d==0)|((d-1).abs()<1e-6), 1., d).float()
     torch._foreach_div_([p.grad for p in active if p.grad is not None], d)
 
 # %% ../../nbs/59_train.trainer.ipynb #16c79592
@@ -650,7 +776,7 @@ def _share_grads(self:DistributedTrainer, active, weighed=False):
     w,d = self._weights() if self._phases and self.learn.training else (1.,1.)
     if weighed and not (isinstance(w, float) and w==0): w = 1.
     den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self._window.scale if self._window.every>1 else 1.))
-    if self._loss_kind()[1]: self._divide(active, den)
+    if not self._loss_kind()[0]: self._divide(active, den)
     self._passes,self._added = self._passes+1,True
 
 @patch
@@ -666,10 +792,12 @@ def _share_loss(self:DistributedTrainer):
 def after_train(self:DistributedTrainer):
     if self._phases: self._report(self._phases.pop()) # there is none where a callback cancelled before it began
     self._merge_losses()
-    self._share_buffers()
+    self._end_moves()
 
 @patch
-def after_fit(self:DistributedTrainer): self._merge_losses()
+def after_fit(self:DistributedTrainer):
+    self._merge_losses()
+    if self._moved and not self._phases: self._end_moves() # a callback cancelled the fit in the midst of an epoch
 
 # %% ../../nbs/59_train.trainer.ipynb #3e6a1534
 @patch
@@ -685,10 +813,56 @@ def _merge_losses(self:DistributedTrainer):
         rec.losses.append(avg.value)
     self.learn.smooth_loss = avg.value
 
+# %% ../../nbs/59_train.trainer.ipynb #5ba3e002
+@patch
+def _end_moves(self:DistributedTrainer):
+    self._share_buffers()
+    self._moved = False
+
 @patch
 def _share_buffers(self:DistributedTrainer):
-    "Rank 0's buffers for all, but for those that are the same on all ranks already"
-    synced = {id(b) for m,_,new in self._swaps if new for b in m.buffers()}
-    bufs = [b for b in self.learn.model.buffers() if id(b) not in synced]
-    if self.size==1 or not bufs: return
-    for b,new in zip(bufs, broadcast_obj([b.cpu() for b in bufs])): b.copy_(new)
+    "Of what instance norms track the mean over ranks for all, of other buffers that differ rank 0's, with a warning"
+    if self.size==1: return
+    if self._moved: self._means.average()
+    mine = {id(b) for m in [*self._means.mods, *(m for m,_,new in self._swaps if new)] for b in m.buffers()}
+    bufs = {n:b for n,b in self._buffers().items() if id(b) not in mine}
+    quiet = {id(b) for m in own_model(self.learn).modules() if not self.sync_bn and isinstance(m, _BatchNorm) for b in m.buffers()}
+    self._say_parted([n for n in share_buffers(bufs) if id(bufs[n]) not in quiet])
+
+@patch
+def _buffers(self:DistributedTrainer):
+    "Buffers of the Learner, and of models that it trained before in this fit"
+    others = {id(t.model):t.model for t,*_ in self._ddps.values() if t.model is not own_model(self.learn)}.values()
+    return {f'{type(m).__name__}.{n}':b for m in others for n,b in m.named_buffers()} | learner_buffers(self.learn)
+
+# %% ../../nbs/59_train.trainer.ipynb #5ba3e001
+@patch
+def _warn_once(self:DistributedTrainer, what, text):
+    "Warn with `text` on rank 0, unless that was done for `what` before"
+    if what not in self._warned and not self._job.world.rank: warn(text)
+    self._warned.add(what)
+
+# %% ../../nbs/59_train.trainer.ipynb #5ba3e003
+@patch
+def _say_parted(self:DistributedTrainer, names):
+    new = [n for n in names if n not in self._warned]
+    self._warned |= {*new}
+    if new: self._warn_once(None, f'The forward pass changes {", ".join(new[:5])}{" and others" if len(new)>5 else ""} by each rank\'s part of a batch; all ranks go on with '
+        'the values of rank 0, and N of them differ from one process. HINT: average over ranks what they are changed by, or do without these buffers')
+
+@patch
+def _say_batch_stats(self:DistributedTrainer):
+    names = [n for n,m in own_model(self.learn).named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
+    if names: self._warn_once(_BatchNorm, f'The batch norm {names[0]} keeps no running statistics, so in evaluation it normalises by each rank\'s part of a batch, and N ranks '
+        'differ from one process. HINT: track_running_stats=True, or evaluate outside of the context')
+
+# %% ../../nbs/59_train.trainer.ipynb #5ba3e028
+@patch
+def _say_own_batches(self:DistributedTrainer):
+    self._warn_once(DataLoader, 'Your create_batches makes batches from a stream, which ranks cannot share out, so each rank goes through all that it makes. HINT: let it give a rank '
+        'its own, islice(batches, rank, None, world_size), or leave it out and override create_item or create_batch')
+
+@patch
+def _say_whole(self:DistributedTrainer, cls):
+    self._warn_once(cls, f'learn.dl is a {cls.__name__} that did not come from this rank\'s share, so each rank goes through all of its batches, and N of them differ from one '
+        f'process. HINT: a callback that puts something around learn.dl gets the share if its order is more than {self.order}')
