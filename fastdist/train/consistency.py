@@ -19,7 +19,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
-from ..job.fork import *
+from ..job.errors import *
 from ..comm.exchanges import *
 from ..comm.collectives import *
 from ..data.digest import *
