@@ -61,7 +61,7 @@ def is_broken(
 
 # %% ../../nbs/00_job.errors.ipynb #f815d005
 class HomeError(RuntimeError):
-    "What was trained on ranks does not fit the head's object, and was written to the file `path`"
+    "The state that ranks have trained does not fit the head's object, and was written to the file `path`"
     def __init__(self,
         why:str, # The first difference
         path # File with all that came back

@@ -157,7 +157,7 @@ def _watch_new_groups(self:Membership):
 @patch
 def cut(self:Membership):
     "Break the connections of all process groups of this process: a rank that waits in a collective of any of them gets an error"
-    for fd,inode in list(self.connections.items()): _break(fd, inode)
+    for fd,inode in set(self.connections.items()) & set(sockets().items()): _break(fd, inode)
     for group in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError): group._get_backend(torch.device('cuda')).abort()
 

@@ -41,7 +41,9 @@ def _in_script(o):
 
 class ByName(cloudpickle.Pickler):
     "Writes functions and classes of the script as names, for a process that has them"
-    def reducer_override(self, o):
+    def reducer_override(self,
+        o # Met while pickling
+    ):
         "Return how to pickle `o`"
         return NotImplemented if _in_script(o) else super().reducer_override(o)
 
