@@ -15,11 +15,16 @@
 - `fastdist.evaluate.loss`: What a rank's loss weighs in a step, and how all ranks learn the loss of all, for nothing
 - `fastdist.evaluate.metrics`: Metrics, losses and predictions of all ranks, put together once
 - `fastdist.evaluate.trial`: Trying out a user's code without leaving a trace
+- `fastdist.job.accelerate`: Hugging Face Accelerate, told where this process stands
+- `fastdist.job.errors`: The exceptions that users meet
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
-- `fastdist.job.options`: Hugging Face Accelerate, told where this process stands
+- `fastdist.job.group`: A process joins its job, and leaves it
+- `fastdist.job.options`: Options of Accelerate, honoured or refused
+- `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
 - `fastdist.job.spawn`: Ranks that a head process starts, watches and ends
-- `fastdist.job.tracebacks`: Tracebacks in which one's own code is found at a glance
-- `fastdist.job.world`: Who am I: rank, local rank, world size, node, device and backend, from any launcher
+- `fastdist.job.store`: Where the ranks of a job meet
+- `fastdist.job.tracebacks`: Errors shown once, with the user's own code at a glance
+- `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts that let a Learner train on N ranks, or on several GPUs of one process, and give it back whole
 - `fastdist.observe.desync`: Do all ranks still train the same model?
 - `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
@@ -39,18 +44,17 @@
 
 from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from .job.world import World, WorldError, this_world, setup_distrib, teardown_distrib
-from .job.fork import RankError, on_ranks
+from .job.errors import DesyncError, HomeError, OptionError, RankError, WorldError
+from .job.world import World
+from .job.group import this_world, setup_distrib, teardown_distrib
+from .job.fork import on_ranks
 from .comm.collectives import rank0_first
 from .data.loader import DistributedDL
-from .job.options import OptionError
-from .state.home import HomeError
 from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer
 from .train import report
 from .learner import ParallelTrainer
 from . import saving
-from .state.replicas import DesyncError
 from .observe.desync import DesyncCheck
 
 __version__ = version('fastdist')

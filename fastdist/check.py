@@ -36,8 +36,10 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore
 from fastcore.all import *
 from fastai.basics import *
+from .job.errors import *
 from .job.world import *
-from .job.fork import *
+from .job.store import *
+from .job.group import *
 from .comm.control import *
 from .comm.collectives import *
 from .learner import *

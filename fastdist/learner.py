@@ -19,7 +19,9 @@ from accelerate import Accelerator as HFAccelerator
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
+from .job.errors import *
 from .job.world import *
+from .job.group import *
 from .comm.collectives import *
 from .data.loader import *
 from .job.options import *

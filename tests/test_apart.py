@@ -1,5 +1,6 @@
 "Ranks that run different code, wait in different places or cancel on their own hear of it at once, wherever they stand"
 import os,subprocess,time,pytest
+from torch import distributed as dist
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
@@ -228,3 +229,23 @@ def stopped(learn, rank):
     with exchange('the second'): pass
 
 def test_ranks_that_were_stopped_have_not_waited(): test_eq([o[:2] for o in on(2, stopped)], [('went on','')]*2)
+
+class OwnGroup(Callback):
+    "Counts in a group of its own; the last rank fails in the first fit, while the others wait for it there"
+    def before_fit(self): self.group,self.first = dist.new_group(),not hasattr(self, 'group')
+    def after_batch(self):
+        w = this_world()
+        if self.first and self.iter==2 and w.rank==w.size-1: raise KeyError('lost')
+        dist.all_reduce(torch.ones(1), group=self.group)
+
+def fits_again(learn, rank):
+    cb = OwnGroup()
+    first = heard(learn.fit, 1, cbs=cb)
+    learn.fit(1, cbs=cb)
+    raise ValueError(first)
+
+@pytest.mark.parametrize('size', [2,3])
+def test_a_rank_that_waits_in_a_group_of_the_users_is_let_out(size):
+    *others,last = on(size, fits_again)
+    for how,text,_ in others: assert how=='ValueError' and text.startswith("('RankError', ") and 'KeyError' in text and text.endswith('True)'), text
+    assert last[0]=='ValueError' and last[1].startswith("('KeyError', "), last

@@ -10,7 +10,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastcore.test import test_eq,test_close,expect_fail
 from fastdist import *
-from fastdist.job.options import has_state
+from fastdist.job.accelerate import has_state
 from learners import digits
 
 pytestmark = pytest.mark.timeout(120)

@@ -6,7 +6,7 @@ from fastai.basics import *
 from fastdist import *
 from fastdist.comm.control import Lifeline,lifeline
 from fastdist.comm.listener import Listener,_head,_magic,_proof
-from fastdist.job.world import sockets
+from fastdist.job.group import sockets
 from fastcore.test import test_eq
 from learners import digits
 

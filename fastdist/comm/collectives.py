@@ -26,8 +26,10 @@ from warnings import warn
 from torch import distributed as dist
 from torch.nn import functional as F
 from fastcore.all import *
+from ..job.errors import *
 from ..job.world import *
-from ..job.fork import *
+from ..job.store import *
+from ..job.group import *
 from .exchanges import *
 from .control import *
 

@@ -22,6 +22,7 @@ from ipaddress import ip_address
 from types import SimpleNamespace
 from warnings import warn
 from fastcore.all import *
+from ..job.errors import *
 from ..job.world import *
 
 # %% ../../nbs/11_comm.listener.ipynb #b6bb0a8d

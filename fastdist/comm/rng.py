@@ -19,7 +19,7 @@ import random,torch,zlib,numpy as np
 from contextlib import contextmanager,nullcontext
 from torch.utils.data import get_worker_info
 from fastcore.all import *
-from ..job.world import *
+from ..job.group import *
 from .collectives import *
 
 # %% ../../nbs/18_comm.rng.ipynb #3758d23a

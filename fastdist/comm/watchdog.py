@@ -18,7 +18,7 @@ __all__ = ['WatchedLifeline']
 import math,os,signal,sys,time,traceback
 from contextlib import contextmanager
 from fastcore.all import *
-from ..job.fork import *
+from ..job.errors import *
 from .exchanges import *
 from .control import *
 

@@ -24,6 +24,7 @@ from fastai.data.load import DataLoader,_FakeLoader,_loaders,SkipItemException
 from fastai.data.core import Pipeline,TfmdDL
 from fastai.learner import _ConstantFunc
 from ..job.world import *
+from ..job.group import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from .sharding import *

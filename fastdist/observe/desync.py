@@ -13,7 +13,6 @@ __all__ = ['own_buffers', 'DesyncCheck']
 # %% ../../nbs/70_observe.desync.ipynb #035968a6
 from fastcore.all import *
 from fastai.basics import *
-from ..job.fork import *
 from ..comm.collectives import *
 from ..state.replicas import *
 from ..train.trainer import *

@@ -19,7 +19,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
-from ..job.options import *
+from ..job.errors import *
 
 # %% ../../nbs/52_train.accumulate.ipynb #74ac14de
 def batch_total(

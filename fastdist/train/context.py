@@ -22,11 +22,12 @@ from contextlib import contextmanager,nullcontext
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,GradScaler
-from ..job.world import *
-from ..job.fork import *
+from ..job.errors import *
+from ..job.group import *
 from ..comm.control import *
 from ..comm.watchdog import *
 from ..job.options import *
+from ..job.accelerate import *
 
 # %% ../../nbs/51_train.context.ipynb #eb0dff9e
 class _Once:

@@ -29,8 +29,7 @@ from fastai.callback.schedule import LRFinder,ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader as TorchLoader
-from ..job.world import *
-from ..job.fork import *
+from ..job.errors import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..data.loader import *
@@ -47,6 +46,7 @@ from .consistency import *
 from .gradients import *
 from ..state.replicas import *
 from .terms import *
+
 
 
 # %% ../../nbs/59_train.trainer.ipynb #97a04058
@@ -137,12 +137,11 @@ def _prepare(self:DistributedTrainer):
     new = now.key not in self._ddps
     if new:
         unsync_bn(self._swaps)
-        with exchange('DistributedDataParallel, which is set up for the model'): self._ddps[now.key] = now,live.prepare(now.model),live.carry
+        with exchange('DistributedDataParallel, which is set up for the model'): self._ddps[now.key] = now,live.prepare(now.model, Carrier, running_norms(now.model).values()),live.carry
     (_,self._through,self._carry),self._trained = self._ddps[now.key],now
     if new or was.model is not now.model: self._sync_norms()
     self._share_others()
     self._watch()
-
 
 # %% ../../nbs/59_train.trainer.ipynb #f76886ee
 @patch
