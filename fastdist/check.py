@@ -47,16 +47,22 @@ class Report:
         world:World # This process's world
     ): self.world,self.ok,self.doing,self.joined = world,True,'joining',False
 
-    def say(self, *lines):
+    def say(self,
+        *lines # Of text, or findings
+    ):
         "Print `lines` on rank 0"
         if self.world.rank==0: print(*lines, sep='\n', flush=True)
 
-    def begin(self, doing):
+    def begin(self,
+        doing:str # In words
+    ):
         "Remember what is done next, for the message of a rank that stands still"
         if lifeline(): lifeline().beat += 1
         self.doing = doing
 
-    def add(self, finding):
+    def add(self,
+        finding:Finding # Of a check
+    ):
         "Print `finding`; one with a hint makes `ok` false"
         self.ok = self.ok and not finding.hint
         self.say(finding)

@@ -48,6 +48,7 @@ class ParallelTrainer(WrapperCallback):
     ): self.device_ids = device_ids
 
     def wrap(self):
+        "Put the model in `DataParallel`, if there are several GPUs"
         ids = ifnone(self.device_ids, range(torch.cuda.device_count()))
         if len(ids)>1 and torch.cuda.device_count()>1: self._through = DataParallel(self.model, device_ids=list(ids))
         elif not self._said: print(f'fastdist: {torch.cuda.device_count()} GPUs here, so the model runs as it is')

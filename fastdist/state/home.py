@@ -35,7 +35,10 @@ def state_away(
 # %% ../../nbs/45_state.home.ipynb #f815d005
 class HomeError(RuntimeError):
     "Raised in the head when what ranks trained does not fit; all of it is in the file `path`"
-    def __init__(self, why, path):
+    def __init__(self,
+        why:str, # The difference, in words
+        path # Of the file
+    ):
         super().__init__(f'What trained on the ranks does not fit what the head has: {why}. Nothing was changed here. All that came back is in {path}. '
             f'HINT: state = torch.load({str(path)!r}, weights_only=False); state["model"] and state["opt"] are the state dicts')
         self.path = path

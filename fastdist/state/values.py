@@ -35,7 +35,7 @@ _leaves = int,float,complex,str,bytes,type(None),Tensor,np.ndarray,np.generic,Pa
 _boxes = list,tuple,set,dict,L
 
 class Kind(IntEnum):
-    "What a value is made of; a container is of the lowest kind of what it holds"
+    "The kind of a value; a container is of the lowest kind that it holds, its own included"
     refers,other,value,plain = range(4)
 
 def kind_of(

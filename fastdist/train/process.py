@@ -33,7 +33,10 @@ class RankAccelerator(JobDescription):
     "`accelerate.Accelerator` for the process that asks, made with `options` when it is first needed"
     _strict = True # a user's subclass may have attributes of its own
     @delegates(JobDescription)
-    def __init__(self, nprocs:int=1, **kwargs):
+    def __init__(self,
+        nprocs:int=1, # Number of ranks that the head starts on this node
+        **kwargs
+    ):
         self._reset()
         self._set_here = {}
         super().__init__(nprocs, **kwargs)
@@ -159,7 +162,7 @@ def _share(self:RankAccelerator, o):
 @patch
 def prepare(self:RankAccelerator,
     *objs, # Models, optimizers, schedulers, torch's or fastai's loaders, dicts of loaders; anything else comes back as it is
-    **kwargs
+    **kwargs # As for Accelerate's `prepare`
 ): # The prepared object, or a tuple of them in the order of `objs`
     "Return `objs` ready for this rank: models in `DistributedDataParallel`, loaders that give its share, optimizers and schedulers that fit"
     objs,live = [self._share(o) for o in objs],self.live
