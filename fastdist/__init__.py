@@ -1,7 +1,7 @@
 """Modules:
 
-- `fastdist.accelerator`: The same object in the head, before there are ranks, and in each rank
-- `fastdist.check`: Does all of this work on your machine? A report of one screen, and an exit code
+- `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
+- `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
 - `fastdist.comm.collectives`: Collectives over nested structures, and who goes first
 - `fastdist.comm.control`: What happens to one rank is known to all at once
 - `fastdist.comm.exchanges`: Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
@@ -16,6 +16,7 @@
 - `fastdist.evaluate.metrics`: Metrics, losses and predictions of all ranks, put together once
 - `fastdist.evaluate.trial`: Trying out a user's code without leaving a trace
 - `fastdist.job.accelerate`: Hugging Face Accelerate, told where this process stands
+- `fastdist.job.description`: How many ranks, on what, in which precision: said before there are any
 - `fastdist.job.errors`: The exceptions that users meet
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
 - `fastdist.job.group`: A process joins its job, and leaves it
@@ -25,18 +26,24 @@
 - `fastdist.job.store`: Where the ranks of a job meet
 - `fastdist.job.tracebacks`: Errors shown once, with the user's own code at a glance
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
-- `fastdist.learner`: Contexts that let a Learner train on N ranks, or on several GPUs of one process, and give it back whole
-- `fastdist.observe.desync`: Do all ranks still train the same model?
-- `fastdist.saving`: Files that are complete or not there, written once for all ranks, and read by any fastai
-- `fastdist.state.growth`: A model that has other layers after training than before, taken on by the object that was there before
-- `fastdist.state.home`: What training on ranks has changed comes back to the object in the head
-- `fastdist.state.replicas`: Do all ranks hold the same model?
+- `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
+- `fastdist.observe.bench`: What an exchange and a step take on this machine
+- `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
+- `fastdist.observe.findings`: What is known of a job beforehand, compared with what is found
+- `fastdist.saving`: Files written once for all ranks, and read by any fastai
+- `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
+- `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
+- `fastdist.state.home`: What ranks have trained, written into the object that the head holds
+- `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
+- `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
+- `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, lent to the user's own modules
 - `fastdist.train.consistency`: What all ranks must have alike when a fit begins, compared in one exchange
 - `fastdist.train.context`: What a Learner lends to a job of several ranks, and gets back
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
+- `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
 - `fastdist.train.terms`: What callbacks make of a loss, seen on its graph

@@ -8,6 +8,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
 from fastdist.check import *
+from fastdist.observe.bench import *
 from fastdist.comm.collectives import grouped
 
 pytestmark = pytest.mark.timeout(180)

@@ -1,4 +1,4 @@
-"""A model that has other layers after training than before, taken on by the object that was there before
+"""A model that takes on the layers that another one has gained in training
 
 A callback adds a layer, makes one wider, or unfreezes a copy. In one process nobody notices. On ranks, the model that has grown is not the one that the head holds: the
 trained weights have names and shapes that the head's model does not know.
@@ -21,16 +21,16 @@ from fastai.basics import *
 # %% ../../nbs/40_state.growth.ipynb #62a97fbc
 def form(
     model:nn.Module # Without a wrapper
-)->dict: # Name -> what is there, in words
+)->dict: # Name of a module or tensor -> its class or shape, in words
     "Return the classes of the modules of `model`, and the shapes of its parameters and buffers"
     shapes = {n:'without a shape' if is_lazy(t) else f'of shape {tuple(t.shape)}' for n,t in chain(model.named_parameters(), model.named_buffers())}
     return {n:f'a {type(m).__qualname__}' for n,m in model.named_modules()} | shapes
 
 def differences(
-    was:dict, # As `form` gave it
-    now:dict # As `form` gave it later
-)->str: # Empty where nothing differs; the first few
-    "Say in words what differs between two forms"
+    was:dict, # From `form`
+    now:dict # From `form`, later
+)->str: # Empty where nothing differs; five differences at most
+    "Return in words what differs between two forms"
     both = [(k or 'the model',was.get(k, 'absent'),now.get(k, 'absent')) for k in sorted({*was, *now}) if was.get(k)!=now.get(k)]
     more = f'; and {len(both)-5} more' if len(both)>5 else ''
     return '; '.join(f'{k} was {a}, is {b}' for k,a,b in both[:5])+more
@@ -40,7 +40,7 @@ def grown(
     mine:nn.Module, # Keeps its modules and parameters where they fit
     theirs:nn.Module # Gives what does not fit
 )->nn.Module: # `mine`; `theirs` where the classes differ
-    "Let `mine` have the modules, parameters and buffers of `theirs`, in their order"
+    "Give `mine` the modules, parameters and buffers of `theirs`, in their order, and return it"
     if mine is None or theirs is None or type(mine) is not type(theirs): return theirs
     for kind,keep in (('_modules',grown), ('_parameters',_fitting), ('_buffers',_fitting)):
         old,new = vars(mine)[kind],vars(theirs)[kind]
@@ -51,6 +51,6 @@ def grown(
     return mine
 
 def _fitting(mine, theirs):
-    "`mine` if `theirs` can be written into it"
+    "Return `mine` if `theirs` can be written into it, else `theirs`"
     if mine is None or theirs is None or is_lazy(mine) or mine.shape!=theirs.shape: return theirs
     return mine

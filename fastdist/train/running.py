@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 from fastcore.all import *
-from ..job.world import *
+from ..job.group import *
 from ..comm.collectives import *
 
 # %% ../../nbs/50a_train.running.ipynb #ff3569cd

@@ -38,7 +38,7 @@ from .running import *
 from ..evaluate.loss import *
 from ..evaluate.metrics import *
 from ..job.options import *
-from ..accelerator import *
+from .process import *
 from .context import *
 from .accumulate import *
 from .events import *
@@ -73,7 +73,7 @@ class DistributedTrainer(WrapperCallback):
         check_options(**kwargs)
         self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience),desync_check,kwargs,False
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
-        self.accelerator = Accelerator(**kwargs)
+        self.accelerator = RankAccelerator(**kwargs)
         self._init_state()
 
     def _init_state(self):

@@ -1,0 +1,67 @@
+"What of a Learner is its state, wherever it goes: home from ranks, into a file, back after a search"
+from collections import Counter,defaultdict,namedtuple
+from threading import Lock
+from fastai.basics import *
+from fastai.callback.all import *
+from fastcore.test import test_eq
+from fastdist import *
+from fastdist.job.spawn import read,write
+from fastdist.state.home import come_home,state_away
+from learners import digits
+
+Range = namedtuple('Range', 'low high')
+
+class Keeps(Callback):
+    "Attributes as people write them"
+    def __init__(self): self.seen,self.range,self.bare,self.lock = defaultdict(int),Range(0,0),Counter(),Lock()
+    def before_fit(self):
+        self.layers,self.locks,self.avg = list(self.model.children()),[Lock()],AvgMetric(accuracy)
+        self.avg.reset()
+    def after_batch(self):
+        self.seen['batches'] += 1
+        self.bare['batches'] += 1
+        self.range = Range(0, self.iter)
+        self.avg.accumulate(self.learn)
+
+class Own(Callback):
+    "Keeps its state where attributes do not show it"
+    def __init__(self): self.state = lambda: 0
+    def after_batch(self):
+        n = self.state()+1
+        self.state = lambda: n
+    def state_dict(self): return dict(n=self.state())
+    def load_state_dict(self, state): self.state = lambda: state['n']
+
+def fitted(learn):
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 0.01)
+    return learn
+
+def brought(there, here, path):
+    "What was trained `there`, written into `here`, by way of a file"
+    write(state_away(there), path)
+    come_home(here, read(path))
+    return here
+
+def test_containers_of_any_type_come_home(tmp_path):
+    there,here = [digits(n=40, cbs=Keeps()) for _ in range(2)]
+    brought(fitted(there), here, tmp_path/'a')
+    test_eq((dict(here.keeps.seen),here.keeps.range,here.keeps.bare), (dict(there.keeps.seen),there.keeps.range,there.keeps.bare))
+    here.keeps.seen['new'] += 1
+    test_eq((here.keeps.avg.count,here.keeps.avg.value), (there.keeps.avg.count,there.keeps.avg.value))
+
+def test_what_refers_to_layers_stays(tmp_path):
+    "A hook on a copy of a layer would see nothing"
+    there,here = [digits(n=40, cbs=Keeps()) for _ in range(2)]
+    fitted(here)
+    brought(fitted(there), here, tmp_path/'a')
+    assert all(a is b for a,b in zip(here.keeps.layers, here.model.children()))
+
+def test_buffers_that_no_state_dict_holds_come_home(tmp_path):
+    there,here = [digits(n=40) for _ in range(2)]
+    for o in (there,here): o.model.register_buffer('steps', torch.zeros(1), persistent=False)
+    there.model.steps += 5
+    test_eq(brought(fitted(there), here, tmp_path/'a').model.steps, torch.full((1,), 5.))
+
+def test_a_callback_s_own_state_comes_home(tmp_path):
+    there,here = [digits(n=40, cbs=Own()) for _ in range(2)]
+    test_eq(brought(fitted(there), here, tmp_path/'a').own.state(), there.own.state())
