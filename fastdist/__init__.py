@@ -2,12 +2,17 @@
 
 - `fastdist.accelerator`: The same object in the head, before there are ranks, and in each rank
 - `fastdist.check`: Does all of this work on your machine? A report of one screen, and an exit code
-- `fastdist.comm.collectives`: Collectives over nested structures, and who goes first
-- `fastdist.comm.control`: What happens to one rank is known to all at once
+- `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
+- `fastdist.comm.control`: The control connection: all ranks, connected beside the process group
 - `fastdist.comm.exchanges`: Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
+- `fastdist.comm.faults`: An error on one rank is an error on all, at once and with its cause
 - `fastdist.comm.listener`: Connections from ranks of this job, and from nobody else
+- `fastdist.comm.messages`: Messages between two ranks, as lines of JSON over a socket
+- `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while the others wait
 - `fastdist.comm.rng`: What ranks must decide alike, and what they must not
-- `fastdist.comm.watchdog`: A rank that stops moving is found, and named
+- `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
+- `fastdist.comm.vote`: What one rank decides, all ranks do: meetings, votes, and notes of what rank 0 has done
+- `fastdist.comm.watchdog`: A rank that stops moving, or waits where the others do not come, is found and named
 - `fastdist.data.digest`: What a loader holds, in a few plain values that ranks can compare
 - `fastdist.data.loader`: A data loader's share for each rank
 - `fastdist.data.sharding`: Which sample goes where, by arithmetic on an order that all ranks share
@@ -39,7 +44,7 @@ from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .job.world import World, WorldError, this_world, setup_distrib, teardown_distrib
 from .job.fork import RankError, on_ranks
-from .comm.collectives import rank0_first
+from .comm.rank0 import rank0_first
 from .data.loader import DistributedDL
 from .job.options import OptionError
 from .state.home import HomeError

@@ -40,6 +40,7 @@ from .job.world import *
 from .job.fork import *
 from .comm.control import *
 from .comm.collectives import *
+from .comm.rank0 import *
 from .learner import *
 from .state.replicas import *
 from .observe.desync import *

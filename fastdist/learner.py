@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
 from .job.world import *
-from .comm.collectives import *
+from .comm.rank0 import *
 from .data.loader import *
 from .job.options import *
 from .train.context import *

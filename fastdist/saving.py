@@ -27,7 +27,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.text.learner import TextLearner
 from .comm.control import *
-from .comm.collectives import *
+from .comm.rank0 import *
 from .train.batchnorm import *
 from .train.trainer import *
 from .learner import *

@@ -3,7 +3,7 @@ import time,pytest
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.comm.control import Lifeline
+from fastdist.comm.vote import Lifeline
 from fastcore.test import test_eq,test_close
 from learners import digits
 
