@@ -23,6 +23,7 @@ def deeper(n): return deep(n)
 def fails(line, who):
     "Return when this rank, in `who`, failed, or when it heard of it"
     try:
+        line.arm()
         if line.rank not in who: time.sleep(60)
         at = time.monotonic()
         deep(30)
@@ -51,8 +52,10 @@ def stage(line, f):
     res = f(line)
     if line.failed or line.trouble: line.renew()
     else: line.meet()
-    took = time.monotonic()-start
-    return res,took,traffic(line)-before
+    took,line.armed = time.monotonic()-start,False # what the next stage does to others is heard in it
+    res = res,took,traffic(line)-before
+    line.meet() # none closes before rank 0 has counted
+    return res
 
 def whole(line, size):
     "All that a job can outlive"
