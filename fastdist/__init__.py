@@ -2,12 +2,17 @@
 
 - `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
-- `fastdist.comm.collectives`: Collectives over nested structures, and who goes first
-- `fastdist.comm.control`: What happens to one rank is known to all at once
+- `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
+- `fastdist.comm.control`: The control connection: all ranks, connected beside the process group
 - `fastdist.comm.exchanges`: Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
+- `fastdist.comm.faults`: An error on one rank is an error on all, at once and with its cause
 - `fastdist.comm.listener`: Connections from ranks of this job, and from nobody else
+- `fastdist.comm.messages`: Messages between two ranks, as lines of JSON over a socket
+- `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while the others wait
 - `fastdist.comm.rng`: What ranks must decide alike, and what they must not
-- `fastdist.comm.watchdog`: A rank that stops moving is found, and named
+- `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
+- `fastdist.comm.vote`: What one rank decides, all ranks do: meetings, votes, and notes of what rank 0 has done
+- `fastdist.comm.watchdog`: A rank that stops moving, or waits where the others do not come, is found and named
 - `fastdist.data.digest`: What a loader holds, in a few plain values that ranks can compare
 - `fastdist.data.loader`: A data loader's share for each rank
 - `fastdist.data.sharding`: Which sample goes where, by arithmetic on an order that all ranks share
@@ -55,7 +60,7 @@ from .job.errors import DesyncError, HomeError, OptionError, RankError, WorldErr
 from .job.world import World
 from .job.group import this_world, setup_distrib, teardown_distrib
 from .job.fork import on_ranks
-from .comm.collectives import rank0_first
+from .comm.rank0 import rank0_first
 from .data.loader import DistributedDL
 from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer

@@ -24,8 +24,6 @@ from fastcore.all import *
 from fastai.basics import *
 from .job.errors import *
 from .job.world import *
-from .job.group import *
-from .job.description import *
 from .job.options import *
 from .job.spawn import *
 from .comm.collectives import *

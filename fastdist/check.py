@@ -39,6 +39,7 @@ from .comm.control import *
 from .comm.collectives import *
 from .observe.bench import *
 from .observe.findings import *
+from .comm.rank0 import *
 from .learner import *
 from .accelerator import *
 

@@ -24,7 +24,7 @@ from fastai.basics import *
 from .job.errors import *
 from .job.world import *
 from .job.group import *
-from .comm.collectives import *
+from .comm.rank0 import *
 from .data.loader import *
 from .job.options import *
 from .train.context import *

@@ -21,9 +21,9 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.text.learner import TextLearner
 from .comm.control import *
-from .comm.collectives import *
 from .state.files import *
 from .state.values import *
+from .comm.rank0 import *
 from .train.batchnorm import *
 from .train.trainer import *
 from .learner import *

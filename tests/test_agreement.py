@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity,profile
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.comm.control import Lifeline
+from fastdist.comm.vote import Lifeline
 from fastcore.test import test_eq,test_close,expect_fail
 from learners import digits
 

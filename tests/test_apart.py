@@ -5,7 +5,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
 from fastdist.comm.collectives import exchange,gather_objs
-from fastdist.comm.control import Lifeline
+from fastdist.comm.vote import Lifeline
 from fastcore.test import test_eq,test_close
 from learners import digits
 

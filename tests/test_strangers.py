@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 from fastai.basics import *
 from fastdist import *
-from fastdist.comm.control import Lifeline,lifeline
+from fastdist.comm.control import lifeline
+from fastdist.comm.vote import Lifeline
 from fastdist.comm.listener import Listener,_head,_magic,_proof
 from fastdist.job.group import sockets
 from fastcore.test import test_eq

@@ -36,7 +36,7 @@ def _set_global(state):
 
 # %% ../../nbs/18_comm.rng.ipynb #981401da
 def _generators(dl):
-    "The torch generators from which loader `dl` may draw its order"
+    "Return the torch generators from which loader `dl` may draw its order"
     owners = (dl, getattr(dl, 'sampler', None), getattr(getattr(dl, 'batch_sampler', None), 'sampler', None))
     return [g for o in owners for g in [getattr(o, 'generator', None)] if isinstance(g, torch.Generator)]
 
@@ -52,7 +52,7 @@ def _set_own(dl, state):
 def rank0_random(
     dl # Loader whose own random state is shared too, for good
 ):
-    "Random decisions inside come out on every rank as on rank 0; what other ranks draw after it is as without"
+    "Give every rank rank 0's random state inside this context, and its own state back after it"
     mine = _get_global()
     shared = broadcast_obj((mine, _get_own(dl)))
     if not this_world().rank:
@@ -74,7 +74,7 @@ def _part_ways(rank):
 def own_random(
     rank:int # This rank
 ):
-    "Inside, each rank draws numbers of its own, rank 0 those that it would draw anyway; after it all ranks go on from rank 0's state, after an error from that before it"
+    "Give each rank a random stream of its own inside this context, rank 0 that of one process; after it all ranks have rank 0's state"
     before = _get_global()
     if rank: _part_ways(rank)
     try: yield
@@ -91,7 +91,7 @@ def _seed_of(state):
     return zlib.crc32(tch.numpy(), zlib.crc32(npy[1], zlib.crc32(np.array(py[1], dtype=np.uint32))))
 
 class RandomStream:
-    "Inside `with`, the random states of Python, numpy and torch's CPU are those of this stream; `seed` begins it"
+    "Context in which the random states of Python, numpy and torch's CPU are those of this stream, which begins with `seed`"
     def __init__(self, seed:int): # Below 2³²
         with self._kept():
             random.seed(seed)
@@ -112,7 +112,7 @@ def drawn_alike(
     rank:int, # This rank
     dl=None # Loader whose own random state is shared too
 ): # Iterator
-    "The items of `it`, which all ranks make with the same random state; what they draw in between is their own"
+    "Go through the items of `it`, which all ranks make with the same random state; between items each draws from its own"
     here = get_worker_info() is None
     with rank0_random(dl) if here else nullcontext(): o,stream = next(it, it),RandomStream(_seed_of(_get_cpu()))
     if rank and not here: _part_ways(rank)
@@ -123,9 +123,9 @@ def drawn_alike(
 # %% ../../nbs/18_comm.rng.ipynb #1f45949d
 @contextmanager
 def kept_random(
-    *dls # Loaders whose own random state is kept too
+    *dls # Loaders whose own random state is preserved too
 ):
-    "After it the random state is what it was before"
+    "Put the random state back after this context as it was before"
     before,own = _get_global(),[_get_own(dl) for dl in dls]
     try: yield
     finally:

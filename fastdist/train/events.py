@@ -27,7 +27,6 @@ from fastai.callback.core import _events,_inner_loop
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import ShortEpochCallback
 from ..comm.control import *
-from ..comm.collectives import *
 from ..comm.rng import *
 from ..evaluate.trial import *
 from .context import *
