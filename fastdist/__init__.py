@@ -8,7 +8,7 @@
 - `fastdist.comm.listener`: Connections from ranks of this job, and from nobody else
 - `fastdist.comm.rng`: What ranks must decide alike, and what they must not
 - `fastdist.comm.watchdog`: A rank that stops moving is found, and named
-- `fastdist.data.digest`: What a loader holds, in a few plain values that ranks can compare
+- `fastdist.data.digest`: A few plain values that tell ranks whether their loaders hold the same
 - `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
 - `fastdist.data.sharding`: Which sample goes where, by arithmetic on an order that all ranks share
 - `fastdist.data.share`: The part of a loader's samples that falls to one rank, and what its batches weigh
