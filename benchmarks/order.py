@@ -1,5 +1,6 @@
 "The time and memory that 2 ranks need for the order of one epoch: `python benchmarks/order.py --help`"
 import resource
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -55,6 +56,32 @@ class InStep(Alone):
         share.in_step = True
         return share
 
+class OneOf(Alone):
+    "One rank of many, with no group: what its share of an order takes, in either layout"
+    def __call__(self, n, ranks, kind, shuffle):
+        "Seconds, bytes at the peak and bytes that stay, beyond those before, and number of indices"
+        from fastai.data.core import TfmdDL
+        from fastdist.data import loader
+        dl = getattr(loader, kind)(TfmdDL(range(n), bs=64, shuffle=shuffle, num_workers=0, device='cpu'), ranks-1, ranks)
+        dl._joint = False
+        before,start = resident(),perf_counter()
+        idxs = dl.get_idxs()
+        return perf_counter()-start,peak()-before,resident()-before,len(idxs)
+
+def shares(n, ranks):
+    "Seconds, and peak and resident MB of the last of `ranks` ranks, each in a new process"
+    rows = []
+    for kind,shuffle in product(('DistributedDL','StepDL'), (False,True)):
+        with open_jobs({'one':('order.OneOf',1)}) as jobs:
+            jobs['one'].answers()
+            (secs,top,left,_), = jobs['one'].ask(n, ranks, kind, shuffle)
+        rows.append(dict(kind=kind, shuffle=shuffle, n=n, ranks=ranks, seconds=secs, peak=top/1e6, resident=left/1e6))
+    return rows
+
+def report_shares(n, ranks, rows):
+    cells = [[f'{o["kind"]}, {"shuffled" if o["shuffle"] else "in sequence"}', o['seconds'], o['peak'], o['resident']] for o in rows]
+    show_table(f'Share of one of {ranks} ranks of {n:,} samples', ['', 'seconds', 'peak MB', 'resident MB'], cells)
+
 def drawn(name, size, n):
     "Seconds and bytes a sample in new processes, each the larger one of the ranks"
     with open_jobs({name:(name,size)}) as jobs:
@@ -75,10 +102,15 @@ def report(n, rows):
 @call_parse
 def main(
     n:int=10_000_000, # Number of samples
+    ranks:int=0, # Instead, what the share of one of so many ranks takes
     rounds:int=3, # Times that each peer draws an order, in new processes
     out:str=None # JSON file for the rows
 ):
-    "Compare `fastai.distributed` and fastdist at drawing the order of an epoch, on 2 CPU ranks"
+    "Compare `fastai.distributed` and fastdist at drawing the order of an epoch, on 2 CPU ranks; or measure the share of one rank of many"
+    if ranks:
+        rows = shares(n, ranks)
+        report_shares(n, ranks, rows)
+        return save(rows, out)
     runs = {k:[] for k in peers}
     for _ in range(rounds):
         for k,(name,size) in peers.items(): runs[k].append(drawn(name, size, n))

@@ -13,10 +13,13 @@
 - `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
 - `fastdist.comm.vote`: What one rank decides, all ranks do: meetings, votes, and notes of what rank 0 has done
 - `fastdist.comm.watchdog`: A rank that stops moving, or waits where the others do not come, is found and named
-- `fastdist.data.digest`: What a loader holds, in a few plain values that ranks can compare
-- `fastdist.data.loader`: A data loader's share for each rank
+- `fastdist.data.digest`: A few plain values that tell ranks whether their loaders hold the same
+- `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
 - `fastdist.data.sharding`: Which sample goes where, by arithmetic on an order that all ranks share
+- `fastdist.data.share`: The part of a loader's samples that falls to one rank, and what its batches weigh
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
+- `fastdist.data.stream`: Iterable data sets: each rank reads the whole stream and keeps its slice of every global batch
+- `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
 - `fastdist.evaluate.loss`: What a rank's loss weighs in a step, and how all ranks learn the loss of all, for nothing
 - `fastdist.evaluate.metrics`: Metrics, losses and predictions of all ranks, put together once
 - `fastdist.evaluate.trial`: Trying out a user's code without leaving a trace

@@ -426,19 +426,18 @@ def callbacks_read(
 # %% ../../nbs/32_evaluate.metrics.ipynb #625f5f45
 def gather_in_order(
     res, # Nested tensors with a row for each of this rank's samples; `None` where it has none
-    pos:list, # Of each rank: the place of each of its rows in the global order, `None` if unknown
+    order:np.ndarray=None, # Of all rows, rank by rank, the number of each in global order, as `row_order` returns it; `None` if unknown
     dst:int=None, # The rank that gets them; all ranks by default
     dim:int=0 # Where the rows are
 ): # `None` on other ranks than `dst`
-    "The rows of all ranks, in global order where that is known, else rank by rank"
+    "Return the rows of all ranks, in global order where that is known, else rank by rank"
     if not grouped(): return res
     parts = gather_objs(res, dst)
     if not parts: return
     has = [i for i,p in enumerate(parts) if p is not None]
     if not has: return res
     rows = join_rows([parts[i] for i in has], dim)
-    idxs = None if any(p is None for p in pos) else torch.from_numpy(np.concatenate([pos[i] for i in has])).argsort()
-    return rows if idxs is None or len(idxs)!=_n_rows(rows, dim) else take_rows(rows, idxs, dim)
+    return rows if order is None or len(order)!=_n_rows(rows, dim) else take_rows(rows, torch.from_numpy(order), dim)
 
 def _n_rows(rows, dim):
     if isinstance(rows, (L,torch.Tensor)): return len(rows) if isinstance(rows, L) else rows.shape[dim]

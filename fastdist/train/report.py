@@ -196,11 +196,11 @@ def before_validate(self:DistributedTrainer):
 @patch
 def _gather(self:DistributedTrainer, cb, ph):
     vars(cb).pop('iter', None)
-    pos,back = [ph.dl.positions(r) for r in range(self.size)],ph.dl.as_drawn()
+    order,back = ph.dl.gathered_order(),ph.dl.as_drawn()
     for k,on in dict(inputs=cb.with_input, preds=cb.with_preds, targets=cb.with_targs, losses=cb.with_loss).items():
         if not on: continue
         dim = 0 if k=='losses' else cb.concat_dim
-        res = gather_in_order(getattr(cb, k) if ph.sizes else None, pos, self._dst, dim)
+        res = gather_in_order(getattr(cb, k) if ph.sizes else None, order, self._dst, dim)
         setattr(cb, k, res if back is None or res is None else take_rows(res, torch.from_numpy(back), dim))
 
 # %% ../../nbs/60_train.report.ipynb #6c32bd56

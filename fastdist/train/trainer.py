@@ -395,7 +395,7 @@ def _start(self:DistributedTrainer, cls):
     self._phases.append(SimpleNamespace(dl=dl if shared else None, sizes=[], losses=[], whole=None, recorder=rec, train_metrics=rec and rec.train_metrics))
     if shared: dl.in_step = True
     if shared and cls is EvalDL: self._say_batch_stats()
-    if shared and dl._streams and not dl._carries: self._say_own_batches()
+    if shared and not dl.is_dealt: self._say_own_batches()
     self.learn.dl = dl
 
 # %% ../../nbs/59_train.trainer.ipynb #bfcb09c5
