@@ -13,12 +13,13 @@ settings.register_profile('search', settings.get_profile('same'), max_examples=5
 settings.load_profile('same')
 
 def pytest_configure(config):
-    for o in ('launcher: starts processes as a person does, each of which imports torch and fastai', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
+    for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
 
 def pytest_collection_modifyitems(items):
     "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout"
     items[:] = [o for o in items if o.function.__module__==o.module.__name__]
     for o in items:
+        if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))
 
 @pytest.fixture(autouse=True)

@@ -104,6 +104,7 @@ def test_ranks_that_are_fewer_than_wanted():
     test_eq([ok, verdicts(text)], [False,dict(ranks='FAILED')])
     assert '2 where --nprocs 4 asked for another number' in text and 'HINT: let the launcher start as many' in text
 
+@pytest.mark.launcher
 def test_the_console_script_in_one_process():
     out,_ = run(bin_/'fastdist-check', rc=1, OMPI_COMM_WORLD_SIZE='2')
     test_eq(verdicts(out), dict(ranks='FAILED'))
@@ -133,6 +134,7 @@ def test_torchrun_with_faults(warm, tmp_path):
     assert '0.weight of ranks [1] is not that of rank 0' in out and 'rank 1 failed: OSError: Exception occured in `Fault`' in out
     test_eq(out.count('HINT: '), 3)
 
+@pytest.mark.launcher
 def test_nprocs():
     out,_ = run(sys.executable, '-m', 'fastdist.check', '--nprocs', 2)
     rank0_says(out, 2, 'fastdist')

@@ -372,6 +372,7 @@ acc = Accelerator(nprocs=2, compute_setup='cpu')
 acc.distribute(f)()
 """
 
+@pytest.mark.launcher
 @pytest.mark.parametrize('sig', [signal.SIGKILL,signal.SIGINT])
 def test_ranks_end_with_the_head(tmp_path, sig):
     "And while they run, none of their sockets can be reached from another machine"
@@ -411,6 +412,7 @@ def test_a_plain_loop_under_accelerate_launch(warm, tmp_path, mode):
     *_,last = warm(bin_/'accelerate', 'launch', '--config_file', cfg, examples/'accelerate_cnn.py')[0].splitlines()
     assert f'2 ranks in {mode}: ' in last and float(last.split()[-1])>.9
 
+@pytest.mark.launcher
 def test_four_ranks_from_a_plain_script():
     *epochs,last = run(sys.executable, examples/'distribute_mlp.py')[0].splitlines()
     assert [o.split(':')[0] for o in epochs]==[f'epoch {i}, 4 ranks' for i in range(5)] and float(last.split()[-1])>.9

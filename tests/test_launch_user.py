@@ -63,6 +63,8 @@ workers = """
         assert type(torch.load('pair.pkl', weights_only=False)) is Pair
     """
 
+@pytest.mark.launcher
+@pytest.mark.slow
 def test_data_workers_of_ranks_start_as_those_of_a_script():
     "Three epochs took two minutes, as each worker was a new Python, and nothing of the script could be pickled"
     out,_ = script(workers)
@@ -97,6 +99,7 @@ head,contexts = "Accelerator(nprocs=2, compute_setup='cpu').distribute(learn.fit
 
 def frames(err): return re.findall(r'File "([^"]*)", line \d+, in ([\w<>]+)', err)
 
+@pytest.mark.launcher
 def test_the_head_shows_the_error_of_a_rank_once():
     _,err = script(broken+head, rc=1)
     test_eq([err.count(o) for o in ('ValueError:', 'no such thing\n', "KeyError: 'lost'", 'direct cause', 'rank 1 failed:')], [1,1,1,1,1])
@@ -149,6 +152,7 @@ def test_notes_groups_and_long_recursions_are_kept():
         try: cpu(nprocs=2).distribute(f, start='fork')(how)
         except RankError as e: assert want in str(e), str(e)
 
+@pytest.mark.launcher
 def test_importing_leaves_garbage_collection_as_it_is():
     code = "import gc,sys; sys.modules['scipy.optimize'] = None\ntry: import fastdist\nexcept ImportError: print(gc.isenabled())"
     test_eq(run(sys.executable, '-c', code)[0], 'True\n')

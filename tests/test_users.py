@@ -22,6 +22,7 @@ from procs import *
 sys.path.append(str(here/'users'))
 from _start import as_one,screen
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group('many')]
 folder = here/'users'
 scripts = {p.stem:p for p in sorted(folder.glob('[!_]*.py'))}
 defaults = dict(ranks=['2'], start=['ranks'], under=[], compared=['all'], alone=['yes'], shows=[], hides=[], fails=[], last=[])
