@@ -1,5 +1,4 @@
 "Small tasks of each kind, with the metrics that people take for them, and what a Learner reports of its fit"
-from fastcore.test import test_eq
 from fastai.vision.all import *
 from fastai.text.all import CorpusBLEUMetric,Perplexity
 from fastdist import *

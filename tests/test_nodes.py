@@ -1,6 +1,5 @@
 "Two torchrun agents on this host make a job of two nodes, and say so where they do not meet"
-import time
-import pytest
+import pytest,time
 from concurrent.futures import ThreadPoolExecutor
 from procs import *
 

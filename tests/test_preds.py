@@ -1,10 +1,8 @@
 "Predictions, and all that is made of them, are on every rank those of one process: all rows, once, in the data set's order"
-import itertools,matplotlib,pytest,random,traceback
+import itertools,matplotlib,pytest
 from contextlib import nullcontext
-from copy import deepcopy
 from functools import cache
 matplotlib.use('agg')
-from torch.testing import assert_close
 from torch.utils.data import DataLoader as TorchLoader
 from fastcore.test import ExceptionExpected,test_eq,test_ne
 from fastai.vision.all import *

@@ -1,5 +1,5 @@
 "Files that survive, and that plain fastai reads, from Learners on real ranks"
-import inspect,io,os,random,resource,signal,subprocess,sys,time,warnings,pytest
+import inspect,io,os,random,resource,signal,sys,time,warnings,pytest
 from multiprocessing import get_context
 from torch import distributed as dist
 from torch.nn.parallel import DataParallel

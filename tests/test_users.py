@@ -9,10 +9,9 @@ Each file in `users/` is one, and is found by itself. Comments in its first line
 
 In a script, `bs` is the batch size of a rank; one process takes that of all ranks, and imports plain fastai or Accelerate. What `_result.result` prints at the end is compared,
 and so is each line that the terminal shows."""
-import io,json,math,os,re,subprocess,sys,tarfile,tempfile,threading
+import io,json,math,os,re,sys,tarfile,threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Client
 from pathlib import Path
 from http.server import BaseHTTPRequestHandler,ThreadingHTTPServer
 from types import SimpleNamespace

@@ -2,7 +2,8 @@
 
 A person's terminal is a pty. Ranks are forked from a process that has imported what scripts import, but not fastdist, and stand there as torchrun would have started them:
 that costs a second, where launchers take many. What is still running when the script has ended is found, since orphans come home to who started it."""
-import atexit,gc,os,psutil,pty,random,re,resource,runpy,select,shutil,signal,struct,sys,tempfile,termios,threading,time,torch,torch.distributed.run,warnings,numpy as np
+import atexit,gc,os,psutil,pty,random,re,resource,runpy,select,shutil,signal,struct,sys,tempfile,termios,threading,time,warnings
+import torch,torch.distributed.run,numpy as np
 from ctypes import CDLL
 from fcntl import ioctl
 from multiprocessing.connection import Listener
@@ -30,7 +31,7 @@ def code_of(f, *args):
     try: code = f(*args)
     except SystemExit as e: code = e.code if isinstance(e.code, int) else int(e.code is not None)
     except BaseException as e:
-        e.__traceback__ = e.__traceback__.tb_next.tb_next
+        while e.__traceback__.tb_next and e.__traceback__.tb_frame.f_code.co_filename==__file__: e.__traceback__ = e.__traceback__.tb_next
         sys.excepthook(type(e), e, e.__traceback__)
         code = 1
     threading._shutdown()
