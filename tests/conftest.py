@@ -16,8 +16,8 @@ def pytest_configure(config):
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
 
 def pytest_collection_modifyitems(items):
-    "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout"
-    items[:] = [o for o in items if o.function.__module__==o.module.__name__]
+    "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout; what one worker has to do alone comes first"
+    items[:] = sorted([o for o in items if o.function.__module__==o.module.__name__], key=lambda o: not o.get_closest_marker('xdist_group'))
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))
