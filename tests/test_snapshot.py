@@ -5,7 +5,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastcore.test import test_eq
 from fastdist import *
-from fastdist.job.spawn import read,write
+from fastdist.job.pickling import read,write
 from fastdist.state.home import come_home,state_away
 from learners import digits
 

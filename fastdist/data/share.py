@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastcore.all import *
 from fastai.data.load import DataLoader
 from fastai.data.core import TfmdDL
+from ..job.world import *
 from ..job.group import *
 from ..comm.collectives import *
 from ..comm.rng import *
