@@ -20,10 +20,18 @@
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.stream`: Iterable data sets: each rank reads the whole stream and keeps its slice of every global batch
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
+- `fastdist.evaluate.activations`: Statistics of activations over the samples of all ranks
+- `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
+- `fastdist.evaluate.evidence`: How the state of a metric may be merged, found out on copies of it
 - `fastdist.evaluate.loss`: What a rank's loss weighs in a step, and how all ranks learn the loss of all, for nothing
-- `fastdist.evaluate.metrics`: Metrics, losses and predictions of all ranks, put together once
+- `fastdist.evaluate.merge`: What a metric has counted on each rank becomes what one process would have counted
+- `fastdist.evaluate.metrics`: Metrics and losses of all ranks, put together once
+- `fastdist.evaluate.predictions`: What `get_preds` collects, of all ranks and in the order of the data set
+- `fastdist.evaluate.record`: One set of numbers after an epoch, on all ranks
+- `fastdist.evaluate.reduction`: How a Learner's loss makes one number of a batch, found out by all ranks together
 - `fastdist.evaluate.trial`: Trying out a user's code without leaving a trace
 - `fastdist.job.accelerate`: Hugging Face Accelerate, told where this process stands
+- `fastdist.job.callbacks`: Callbacks that are on a Learner only inside a job, and those that only rank 0 runs
 - `fastdist.job.description`: How many ranks, on what, in which precision: said before there are any
 - `fastdist.job.errors`: The exceptions that users meet
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
@@ -47,15 +55,22 @@
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, lent to the user's own modules
+- `fastdist.train.buffers`: What forward passes change in a model, as one process would have it, or said
 - `fastdist.train.consistency`: What all ranks must have alike when a fit begins, compared in one exchange
-- `fastdist.train.context`: What a Learner lends to a job of several ranks, and gets back
+- `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
+- `fastdist.train.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
+- `fastdist.train.layout`: How parameters lie on ranks: the one seam between a Learner's training and DDP
+- `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
+- `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
-- `fastdist.train.report`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
+- `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
 - `fastdist.train.terms`: What callbacks make of a loss, seen on its graph
-- `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process"""
+- `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
+- `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
+- `fastdist.train.weights`: What the batch of this rank weighs in the global batch"""
 
 from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -67,7 +82,6 @@ from .comm.rank0 import rank0_first
 from .data.loader import DistributedDL
 from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer
-from .train import report
 from .learner import ParallelTrainer
 from . import saving
 from .observe.desync import DesyncCheck

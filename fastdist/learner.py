@@ -14,7 +14,7 @@ __all__ = ['ParallelTrainer', 'trains_apart', 'blamed', 'maybe_gather', 'take_ov
 import fastai.callback.tracker,fastai.distributed,os
 from contextlib import contextmanager,suppress
 from functools import lru_cache,wraps
-from inspect import unwrap
+from inspect import signature,unwrap
 from warnings import warn
 from torch import distributed as dist
 from accelerate import Accelerator as HFAccelerator
@@ -24,10 +24,10 @@ from fastai.basics import *
 from .job.errors import *
 from .job.world import *
 from .job.group import *
+from .job.options import *
 from .comm.rank0 import *
 from .data.loader import *
-from .job.options import *
-from .train.context import *
+from .train.proxy import *
 from .train.trainer import *
 
 # %% ../nbs/80_learner.ipynb #74ece329
@@ -116,7 +116,7 @@ def blamed(
     learn # A Learner inside a context
 ):
     "Raise an error of one rank on all ranks, inside the context"
-    job = first(o._job for o in learn._grab_cbs(DistributedTrainer))
+    job = first(o.job for o in learn._grab_cbs(DistributedTrainer))
     try: yield
     except BaseException as e:
         if not job: raise
@@ -153,6 +153,24 @@ def distrib_ctx(self:Learner,
     try:
         with blamed(self.to_distributed(sync_bn, patience, desync_check, **kwargs)): yield self
     finally: self.detach_distributed()
+
+# %% ../nbs/80_learner.ipynb #6c32bd56
+@patch
+@contextmanager
+def preds_on_rank0(self:Learner):
+    "Give the predictions of all ranks to rank 0 alone inside this context; `get_preds` gives the others `None` for each of its results"
+    cbs = [cb for cb in self._grab_cbs(DistributedTrainer) if cb.evaluate is not None]
+    for cb in cbs: cb.evaluate.dst = 0
+    if any(cb.size>1 and cb.job.world.rank for cb in cbs): self.get_preds = partial(_nothing, self)
+    try: yield self
+    finally:
+        for cb in cbs: cb.evaluate.dst = None
+        vars(self).pop('get_preds', None)
+
+def _nothing(learn, *args, **kwargs):
+    get = type(learn).get_preds
+    decoded = signature(get).bind(learn, *args, **kwargs).arguments.get('with_decoded', False)
+    return (None,)*(len(get(learn, *args, **kwargs))+decoded)
 
 # %% ../nbs/80_learner.ipynb #bd181704
 def maybe_gather(

@@ -96,7 +96,7 @@ def _is_ours(o):
 def _to_export(learn):
     "Make `learn` what fastai exports, with nothing of fastdist on it, inside the context"
     jobs = learn._grab_cbs(DistributedTrainer)
-    swaps = jobs.attrgot('_swaps').concat()
+    swaps = [o for cb in jobs if cb.layout for o in cb.layout.swaps]
     with preserved(learn, *learn.metrics, *(m for m,*_ in swaps)):
         learn._end_cleanup()
         learn.dls,learn.opt,learn.cbs = learn.dls.new_empty(),None,learn.cbs.filter(_is_ours, negate=True)

@@ -21,7 +21,6 @@ from fastai.data.load import DataLoader,_FakeLoader,_loaders
 from fastai.data.core import Pipeline
 from fastai.learner import _ConstantFunc
 from ..comm.collectives import *
-from ..comm.rng import *
 from .sharding import *
 from .torch_loader import *
 

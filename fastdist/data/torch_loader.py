@@ -18,7 +18,6 @@ from fastcore.all import *
 from fastai.torch_core import to_device
 from torch.utils.data import DataLoader as TorchLoader
 from .sharding import *
-from .share import *
 from .stream import *
 
 # %% ../../nbs/25_data.torch_loader.ipynb #79893216

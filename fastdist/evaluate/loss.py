@@ -16,7 +16,7 @@ NaN come out alike on all ranks."""
 
 # %% auto #0
 __all__ = ['stated', 'is_summed', 'has_normaliser', 'normaliser', 'often_ignores', 'size_now', 'loss_module', 'is_opaque',
-           'how_reduced', 'Carrier', 'global_losses']
+           'how_reduced', 'global_losses']
 
 # %% ../../nbs/31_evaluate.loss.ipynb #957e854e
 import torch,numpy as np
@@ -141,16 +141,6 @@ def _told(a, b, ab, part):
     near = lambda v: abs(v-ab)<=1e-4*max(abs(a), abs(b), abs(ab))
     if not ab or near(a) and near(b): return
     return 'sum' if near(a+b) else 'mean' if near(a*part+b*(1-part)) else 'other'
-
-# %% ../../nbs/31_evaluate.loss.ipynb #9f23a1af
-class Carrier(nn.Module):
-    "`model` with one more parameter, whose gradient carries two numbers through DDP's exchange"
-    def __init__(self, model):
-        super().__init__()
-        p = next(o for o in model.parameters() if o.requires_grad)
-        self.model,self.carry = model,nn.Parameter(torch.zeros(2, device=p.device, dtype=torch.float64 if p.dtype==torch.float64 else torch.float32))
-
-    def forward(self, *args, **kwargs): return self.model(*args, **kwargs)
 
 # %% ../../nbs/31_evaluate.loss.ipynb #d4bdde24
 def global_losses(
