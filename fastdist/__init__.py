@@ -54,6 +54,7 @@
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
+- `fastdist.train.agreement`: A callback that runs the Learner's events, so that all ranks do what one decides
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, lent to the user's own modules
 - `fastdist.train.buffers`: What forward passes change in a model, as one process would have it, or said
 - `fastdist.train.consistency`: What all ranks must have alike when a fit begins, compared in one exchange
@@ -63,6 +64,7 @@
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
 - `fastdist.train.layout`: How parameters lie on ranks: the one seam between a Learner's training and DDP
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
+- `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper

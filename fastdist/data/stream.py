@@ -61,6 +61,7 @@ def is_dealt(self:StreamShare)->bool:
     "Whether ranks share out what comes; not where `create_batches` of the user's makes batches from a stream"
     return not self._streams or self._counts
 
+# %% ../../nbs/24_data.stream.ipynb #1a6c6c50
 @patch
 def _counted(self:StreamShare, batches):
     "Yield `batches`; those of a stream come with their sizes, from which weights and totals are counted"

@@ -15,7 +15,7 @@ __all__ = ['Evaluate']
 
 # %% ../../nbs/39_evaluate.evaluate.ipynb #5d09f972
 import torch
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *

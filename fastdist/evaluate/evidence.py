@@ -14,12 +14,12 @@ __all__ = ['ways', 'Batch', 'rows_of', 'alike', 'works_as', 'must_try', 'evidenc
 
 # %% ../../nbs/33_evaluate.evidence.ipynb #29bc556c
 import pickle,torch,numpy as np
-from types import FunctionType,MethodType
+from types import FunctionType
 from fastcore.all import *
 from fastai.torch_core import apply,find_bs
 from fastai.callback.core import Callback
 from fastai.data.core import detuplify
-from fastai.learner import AvgLoss,AvgSmoothLoss,AvgMetric,Metric
+from fastai.learner import AvgSmoothLoss,Metric
 from .trial import *
 from .merge import *
 

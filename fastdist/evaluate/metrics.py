@@ -14,11 +14,11 @@ A metric that cannot be put together so gets whole batches, exchanged for it alo
 __all__ = ['whole_batch', 'showing', 'batch_losses', 'merge_metrics']
 
 # %% ../../nbs/34_evaluate.metrics.ipynb #854073ad
-import numbers,pickle,torch,numpy as np
+import numbers,pickle,torch
 from contextlib import contextmanager
 from fastcore.all import *
 from fastai.torch_core import find_bs
-from fastai.learner import AvgLoss,AvgMetric,Metric
+from fastai.learner import AvgLoss,Metric
 from ..comm.collectives import *
 from .merge import *
 from .evidence import *

@@ -14,7 +14,7 @@ __all__ = ['one_record', 'OneRecord', 'one_set_of_numbers']
 
 # %% ../../nbs/38_evaluate.record.ipynb #85d92cf1
 import numbers,torch,numpy as np
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *

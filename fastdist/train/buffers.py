@@ -24,21 +24,19 @@ from .proxy import *
 class Buffers(JobCallback):
     "Make the buffers of all ranks those of one process, or name them"
     order = 11.03 # after `Weigh`
-    def __init__(self, phases, layout):
-        self.phases,self.layout,self.silent,self.moved,self.named = phases,layout,phases.alone,False,set()
+    def __init__(self, phases, layout): self.phases,self.layout,self.silent,self.moved,self.named = phases,layout,phases.alone,False,set()
 
     def before_train(self): self.moved = True
     def before_validate(self):
         if self.moved: self.share() # in the midst of training
         if self.phases.current.dl is not None: self._name_batch_stats()
-    def after_train(self): self._end()
-    def after_validate(self):
-        if self.phases.fitting: self.share()
-    def after_fit(self):
-        if self.moved and not self.phases.open: self._end() # a callback cancelled the fit in the midst of an epoch
-    def _end(self):
+
+    def after_train(self):
         self.share()
         self.moved = False
+
+    def after_validate(self): self.phases.fitting and self.share()
+    def after_fit(self): self.moved and not self.phases.open and self.after_train() # a callback cancelled the fit in the midst of an epoch
 
 # %% ../../nbs/58d_train.buffers.ipynb #08537486
 @patch

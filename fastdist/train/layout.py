@@ -26,7 +26,7 @@ Here all of it is asked of one object, a `Layout`. The trainer and the callbacks
 __all__ = ['Layout']
 
 # %% ../../nbs/57b_train.layout.ipynb #08fe6279
-from contextlib import contextmanager,nullcontext
+from contextlib import nullcontext
 from fastcore.all import *
 from fastai.basics import *
 from .gradients import *
@@ -67,6 +67,7 @@ def _make(self:Layout, trained): return self.prepare(trained.model),
 @patch
 def _use(self:Layout, learn, through): self.through = through
 
+# %% ../../nbs/57b_train.layout.ipynb #eb9e9612
 @patch(as_prop=True)
 def models(self:Layout)->list:
     "Models that were wrapped in this fit"
@@ -95,6 +96,7 @@ def backward(self:Layout,
     "Run the backward pass over the loss of the batch, and let `numbers` travel with the gradients"
     run(t, g)
 
+# %% ../../nbs/57b_train.layout.ipynb #927abccc
 @patch
 def reduce(self:Layout,
     numbers:torch.Tensor, # As for `backward`
@@ -110,6 +112,8 @@ def drop(self:Layout): "Forget the last forward pass; its gradients are averaged
 def idle(self:Layout): "Take part in a batch that another rank evaluates"
 @patch
 def weigh(self:Layout, part:float): "Tell batch norms that the next batch counts as `part` says; 0 where its samples only make the step"
+
+# %% ../../nbs/57b_train.layout.ipynb #606dc7e7
 @patch
 def share_tracked(self:Layout,
     moved=True # Whether forward passes of training came since the last time

@@ -22,7 +22,7 @@ The trainer does little by itself. It joins the job, opens and closes phases, le
 __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/59_train.trainer.ipynb #5741cbd2
-import os,traceback
+import os
 from warnings import warn
 from contextlib import contextmanager
 from accelerate import Accelerator as HFAccelerator
@@ -36,12 +36,12 @@ from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.reduction import *
 from ..evaluate.evaluate import *
-from .proxy import *
 from .context import *
 from .process import *
 from .accumulate import *
 from .events import *
 from .consistency import *
+from .agreement import *
 from .phase import *
 from .layout import *
 from .ddp import *
@@ -51,7 +51,7 @@ from .buffers import *
 from .lr_find import *
 
 # %% ../../nbs/59_train.trainer.ipynb #97a04058
-class DistributedTrainer(WrapperCallback):
+class DistributedTrainer(AgreeingCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
     _stateattrs = 'job','_events','phases','layout','weigh','evaluate'
@@ -72,8 +72,6 @@ class DistributedTrainer(WrapperCallback):
         super()._init_state()
         self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, _plain=False, _through=None, compares=False)
 
-    def __call__(self, event_name):
-        if self.job and not self._events.alone: super().__call__(event_name)
     @property
     def size(self): return self.phases.size if self.job else 1
 
@@ -97,7 +95,7 @@ def _lend(self:DistributedTrainer):
     self._make_parts(w)
     super(DistributedTrainer, self)._lend()
 
-# %% ../../nbs/59_train.trainer.ipynb #2122d77a
+# %% ../../nbs/59_train.trainer.ipynb #39048942
 @patch
 def _make_parts(self:DistributedTrainer, w):
     job,learn = self.job,self.learn
@@ -183,31 +181,6 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
         try: return run(f, event_type, ex, final)
         finally: self.job.line.armed = False # before anything that puts back begins; a call would come too late
 
-# %% ../../nbs/59_train.trainer.ipynb #afd54dd1
-@patch
-def _backward(self:DistributedTrainer):
-    "fastai's `Learner._backward`, without a round through the Python of its tensor types"
-    torch.autograd.backward(self.learn.loss_grad)
-
-@patch
-def _in_batch(self:DistributedTrainer, f, event_type, ex, final):
-    "As fastai's `Learner._with_events`"
-    call = self.learn._call_one
-    try:
-        call('before_'+event_type)
-        self._agreed(f)
-    except ex: call('after_cancel_'+event_type)
-    call('after_'+event_type)
-    final()
-
-# %% ../../nbs/59_train.trainer.ipynb #cf88aa73
-@patch
-def _aside(self:DistributedTrainer, f, event_type, *args):
-    "Rank 0 evaluates on its own"
-    if event_type=='fit': raise RuntimeError('a callback for rank 0 alone trains the model that all ranks train. HINT: let it do so on all ranks, or train a copy')
-    self._events.step_aside()
-    return type(self.learn)._with_events(self.learn, f, event_type, *args)
-
 # %% ../../nbs/59_train.trainer.ipynb #a8a81f7f
 @patch
 @contextmanager
@@ -234,65 +207,6 @@ def _where(self:DistributedTrainer):
     at = vars(self.learn)
     return f'{"training" if at.get("training") else "evaluation"}, epoch {at.get("epoch", 0)}, batch {at.get("iter", 0)}'
 
-# %% ../../nbs/59_train.trainer.ipynb #bd1a04cf
-@patch
-def _agreed(self:DistributedTrainer, f):
-    "Call `f`; only what all ranks agree on may cancel something"
-    try: f()
-    except cancels as e:
-        *_,last = traceback.walk_tb(e.__traceback__)
-        self._events.settle(e, f'{last[0].f_globals.get("__name__")}.{last[0].f_code.co_name}')
-        raise
-
-# %% ../../nbs/59_train.trainer.ipynb #30627776
-@patch
-def _on_call_one(self:DistributedTrainer, event_name):
-    line = self.job and self.job.line
-    if line:
-        line.beat += 1
-        if line.trouble: line.check()
-    if event_name=='after_loss' and not self._events.alone: self.weigh.ask()
-    if line and not self._events.alone: return self._events(event_name)
-    if self._events.alone: return self._events.call_aside(event_name)
-    type(self.learn)._call_one(self.learn, event_name)
-
-@patch
-def _vote(self:DistributedTrainer, mine=None, name='a vote'):
-    what = type(mine) if self.job.line.failed or not self._in_step() else vote(mine, name)
-    if what in (None,type(None)): return
-    res = mine if isinstance(mine, what) else what()
-    res.agreed = True
-    raise res
-
-@patch
-def _in_step(self:DistributedTrainer):
-    "Return whether ranks have the same batches: in an evaluation of unknown length nobody knows who still has some"
-    ph = self.phases.running
-    return self.learn.training or ph is None or ph.dl is None or ph.dl.n is not None
-
-# %% ../../nbs/59_train.trainer.ipynb #cb6cac23
-@patch
-def _to_the_end(self:DistributedTrainer, all_batches):
-    "Evaluate, and take part in what ranks with more batches exchange, before any callback begins something else"
-    all_batches()
-    ph = self.phases.current
-    for _ in range(ph.dl.n_steps()-len(ph.sizes) if ph and ph.dl is not None else 0): self._without_batch()
-
-@patch
-def _without_batch(self:DistributedTrainer):
-    "Take part in a batch of the others"
-    self.layout.idle()
-    try:
-        for o in ('before_batch','after_pred','after_loss'): self._without(o)
-    except CancelBatchException: self._without('after_cancel_batch')
-    self._without('after_batch')
-
-@patch
-def _without(self:DistributedTrainer, event_name):
-    for cb,_,votes in self._events.of(event_name):
-        if cb is self.evaluate and event_name=='after_batch': cb.catch_up()
-        if votes: self._vote(None, f'a vote after {type(cb).__name__}.{event_name}')
-
 # %% ../../nbs/59_train.trainer.ipynb #260e6383
 @patch
 def _on_lr_find(self:DistributedTrainer, *args, **kwargs):
@@ -305,6 +219,8 @@ def _on_lr_find(self:DistributedTrainer, *args, **kwargs):
 def before_train(self:DistributedTrainer): self.phases.start(StepDL)
 @patch
 def before_validate(self:DistributedTrainer): self.phases.start(EvalDL)
+
+# %% ../../nbs/59_train.trainer.ipynb #28cdcc41
 @patch
 def after_train(self:DistributedTrainer): self._end_phase()
 @patch

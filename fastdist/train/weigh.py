@@ -17,49 +17,41 @@ The tempting way is to let the backward pass run as it does and to mend the grad
 # %% auto #0
 __all__ = ['Weigh']
 
-# %% ../../nbs/58c_train.weigh.ipynb #51a2259d
+# %% ../../nbs/58c_train.weigh.ipynb #8ef0ff96
 import math
-from contextlib import ExitStack,nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
-from ..job.callbacks import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from .proxy import *
-from .accumulate import *
 from .gradients import *
 from .terms import *
+from .passes import *
 
-# %% ../../nbs/58c_train.weigh.ipynb #60a42959
-class Weigh(JobCallback):
+# %% ../../nbs/58c_train.weigh.ipynb #91447c11
+class Weigh(Passes):
     "Weigh the loss of this rank's batch, and make gradients and losses those of all ranks"
     order = 11.02 # after the trainer and `Evaluate`
     def __init__(self, phases, layout, weights, sync_each):
-        self.phases,self.layout,self.weights,self.sync_each,self.silent = phases,layout,weights,sync_each,phases.alone
-        self.reduction,self.terms = weights.reduction,Terms(phases, weights)
-        self._reset()
+        self.sync_each,self.terms = sync_each,Terms(phases, weights)
+        super().__init__(phases, layout, weights)
 
     def _reset(self):
-        self.window,self.hooks,self.watched,self.unsynced,self.smooth = Window(),ExitStack(),[],[],None
-        self.sent,self.due,self.passes,self.added,self.known,self.told = SimpleNamespace(sums=0., scales=0.),False,0,False,None,1.
-        self.each = self.grown = False
-
-    def begin(self, window): self.window = self.terms.window = window
-    def end(self):
-        "Forget what belongs to a fit"
-        self.hooks.close()
-        self._reset()
-        self.weights.reset()
+        super()._reset()
+        self.unsynced,self.smooth,self.sent,self.known,self.each,self.grown = [],None,SimpleNamespace(sums=0., scales=0.),None,False,False
         self.terms.reset()
 
-# %% ../../nbs/58c_train.weigh.ipynb #4c30b569
+    def begin(self, window): self.window = self.terms.window = window
+
+# %% ../../nbs/58c_train.weigh.ipynb #ad416c8e
 @patch
 def wrap(self:Weigh):
     "Let the layout wrap what the Learner trains now, and watch its backward passes"
     if self.layout.wrap(self.learn) and self.phases.open: self._tell()
-    self._watch()
+    self.watch()
 
 @patch
 def before_batch(self:Weigh):
@@ -92,6 +84,7 @@ def batch(self:Weigh,
 @patch
 def _exchanges(self:Weigh): return self.window.ends or self.sync_each
 
+# %% ../../nbs/58c_train.weigh.ipynb #9895a6a9
 @patch
 def around_loss(self:Weigh,
     cb:Callback # Answers `after_loss`
@@ -100,14 +93,9 @@ def around_loss(self:Weigh,
     if self.due: self.terms.around(cb)
     else: cb('after_loss')
 
-@patch
-def ask(self:Weigh):
-    "Find out how the loss reduces, right after it was computed"
-    if self.due: self.reduction.ask(self.learn if self.weights.part else None)
-
 # %% ../../nbs/58c_train.weigh.ipynb #2827ec1a
 @patch
-def _batch_pass(self:Weigh, run, t, g):
+def batch_pass(self:Weigh, run, t, g):
     "Run the backward pass over the loss `t` of the batch, weighed"
     self.due = False
     self.reduction.ask(self.learn if self.weights.part else None)
@@ -169,17 +157,9 @@ def _read(self:Weigh, mean):
     sent = self.sent
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
     if self.window.callback: self._count(*mean.tolist())
-    elif not self.reduction.kind[0]: self._divide(self.layout.trained.active, den/sent.scales)
+    elif not self.reduction.kind[0]: divide_grads(self.layout.trained.active, den/sent.scales)
     if not self.window: self.learn.loss = self.known = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
     sent.sums,sent.scales = 0.,0.
-
-@patch
-def _divide(self:Weigh, active, d):
-    "Divide the gradients of `active` by `d`, the mean of the weights; where nothing counts they are zero"
-    if isinstance(d, Tensor) and d.device.type=='cpu': d = d.item()
-    if isinstance(d, float) and (abs(d-1)<1e-6 or d==0): return
-    if isinstance(d, Tensor): d = torch.where((d==0)|((d-1).abs()<1e-6), 1., d).float()
-    torch._foreach_div_([p.grad for p in active if p.grad is not None], d)
 
 # %% ../../nbs/58c_train.weigh.ipynb #5fec2e93
 @patch
@@ -195,69 +175,7 @@ def _count(self:Weigh, den, n):
     if not rank: warn('Targets are ignored, and GradientAccumulation has batches that one process divides each by its own number of targets; ranks did so for a whole window, '
         'and do as one process from now on, with an exchange for each batch. HINT: set ignore_index, so that they know')
 
-# %% ../../nbs/58c_train.weigh.ipynb #e9389a36
-@patch
-def _watch(self:Weigh):
-    "See each backward pass and each step of the optimizer, until the fit ends"
-    opt = self.learn.opt
-    if self.phases.size==1 and not self.window: return
-    if not self.watched: self.hooks.enter_context(each_backward(self._on_backward))
-    if any(o is opt for o in self.watched): return
-    self.watched.append(opt)
-    if self.phases.size>1: self.hooks.enter_context(each_step(opt, self._on_step))
-
-# %% ../../nbs/58c_train.weigh.ipynb #bef86b8b
-@patch
-def _on_backward(self:Weigh, run, t, g, kw):
-    at = vars(self.learn)
-    if not self.learn.training or self.silent(): return run(t, g)
-    odd = kw['create_graph'] or kw.get('inputs') is not None
-    if self.due and not odd and any(t is at.get(k) for k in ('loss_grad','loss')): self._batch_pass(run, t, g)
-    elif self.phases.size==1: run(t, g)
-    else: self._other_pass(run, t, g, kw['create_graph'])
-
-@patch
-def _on_step(self:Weigh):
-    if self.learn.training and not self.passes and not self.silent(): self._share_grads(self._active())
-
-# %% ../../nbs/58c_train.weigh.ipynb #209870ec
-@patch
-def _other_pass(self:Weigh, run, t, g, with_graph):
-    "Run a backward pass that the layout is not to see"
-    self.layout.drop()
-    active,weighed = self._active(),isinstance(t, Tensor) and t.numel()==1 and self.phases.running and self.learn.training
-    if weighed: g = self._weighed(t, g)
-    with aside(active):
-        run(t, g)
-        if with_graph and any(p.grad is not None for p in active): raise RuntimeError('backward(create_graph=True) gives this rank\'s gradients a graph, and those of '
-            'all ranks have none. HINT: torch.autograd.grad(..., create_graph=True), and one backward pass over what you make of it')
-        self._share_grads(active, weighed)
-
-# %% ../../nbs/58c_train.weigh.ipynb #99bb210e
-@patch
-def _weighed(self:Weigh, t, g):
-    "Return the gradient to begin the pass over `t` from: batch norm exchanges in its midst, so the batch's weight must be there before"
-    if vars(self.learn).get('pred') is not None: self.ask()
-    return (torch.ones_like(t) if g is None else g)*self.weights.of_batch()[0]
-
-@patch
-def _active(self:Weigh):
-    "Return the parameters that are trained at the moment"
-    now = own_model(self.learn),self.learn.opt
-    return (self.layout.trained if self.layout.covers(*now) else Trained(*now)).active
-
-# %% ../../nbs/58c_train.weigh.ipynb #090a57d3
-@patch
-def _share_grads(self:Weigh, active, weighed=False):
-    "Put the gradients of all ranks in the place of this rank's, weighed as its batch is, unless they were `weighed` before"
-    if not any(p.grad is not None for p in active): return
-    if vars(self.learn).get('pred') is not None: self.ask()
-    w,d = self.weights.of_batch() if self.phases.running and self.learn.training else (1.,1.)
-    if weighed and not (isinstance(w, float) and w==0): w = 1.
-    den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self.window.scale if self.window.every>1 else 1.))
-    if not self.reduction.kind[0]: self._divide(active, den)
-    self.passes,self.added = self.passes+1,True
-
+# %% ../../nbs/58c_train.weigh.ipynb #36da6c2b
 @patch
 def _share_loss(self:Weigh):
     learn = self.learn
@@ -277,6 +195,7 @@ def after_train(self:Weigh): self._merge_losses()
 @patch
 def after_fit(self:Weigh): self._merge_losses()
 
+# %% ../../nbs/58c_train.weigh.ipynb #949b1c90
 @patch
 def _merge_losses(self:Weigh):
     "Put the losses of all ranks in the place of this rank's, in the recorder"
