@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from fastcore.all import call_parse
-from fastdist.comm.watchdog import WatchedLifeline
+from fastdist.comm.watchdog import WatchedConnection
 from fastdist.job.fork import RankError
 from fastdist.job.world import World
 
@@ -75,7 +75,7 @@ def killed(line, size):
 def be_rank(rank, size, job, gate):
     os.read(gate, 1)
     start,cpu = time.monotonic(),time.process_time()
-    line = WatchedLifeline(World(rank, size, rank, size), patience=60).open(120)
+    line = WatchedConnection(World(rank, size, rank, size), patience=60).open(120)
     res = dict(start=(None, time.monotonic()-start, traffic(line)), memory=int(Path('/proc/self/statm').read_text().split()[1])*4096)
     res |= job(line, size)
     end = time.monotonic()

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity,profile
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.comm.vote import Lifeline
+from fastdist.comm.vote import VotingConnection
 from fastcore.test import test_eq,test_close,expect_fail
 from learners import digits
 
@@ -61,7 +61,7 @@ def per_step(cb):
 
 def votes(rank, cb):
     learn,n = digits(n=320),Counter()
-    with mock.patch.object(Lifeline, 'agree', lambda self, *args, agree=Lifeline.agree: n.update('v') or agree(self, *args)): fit(learn, cbs=cb())
+    with mock.patch.object(VotingConnection, 'agree', lambda self, *args, agree=VotingConnection.agree: n.update('v') or agree(self, *args)): fit(learn, cbs=cb())
     return n['v'],len(learn.recorder.losses)
 
 @pytest.mark.parametrize('size,steps', [(2,8), (3,5), (4,4)])
@@ -161,7 +161,7 @@ def test_nested_contexts_share_the_line(): test_eq(on_ranks(two_contexts, join=F
 def test_an_error_that_was_there_before_keeps_nothing_back():
     "A second fit may stand in the `except` clause of the first"
     def f(rank):
-        with Lifeline(this_world()).open() as line:
+        with VotingConnection(this_world()).open() as line:
             if rank: return line.failed_here(ValueError('a broken file'))
             try: {}['mine']
             except KeyError:

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from fastai.basics import *
 from fastdist import *
-from fastdist.comm.control import lifeline
-from fastdist.comm.vote import Lifeline
+from fastdist.comm.control import control_connection
+from fastdist.comm.vote import VotingConnection
 from fastdist.comm.listener import Listener,_head,_magic,_proof
 from fastdist.job.group import sockets
 from fastcore.test import test_eq
@@ -119,7 +119,7 @@ def test_one_wrong_bit_is_enough():
     door.close()
 
 def across_nodes(rank, addr):
-    with Lifeline(replace(this_world(), num_nodes=2, master_addr=addr)).open(20) as line: return line.agree(rank)
+    with VotingConnection(replace(this_world(), num_nodes=2, master_addr=addr)).open(20) as line: return line.agree(rank)
 
 @pytest.mark.parametrize('addr', ['127.0.0.7','localhost','::1','192.0.2.1'])
 def test_master_addresses(addr):
@@ -140,7 +140,7 @@ class Says(Callback):
     def __init__(self, data): self.data = data
     def before_batch(self):
         if this_world().rank!=1 or (self.epoch,self.iter)!=(1,3): return
-        lifeline().lines[0].sock.sendall(self.data)
+        control_connection().lines[0].sock.sendall(self.data)
         time.sleep(30)
 
 def error_of(rank, cb, secs=15):
@@ -163,7 +163,7 @@ class ClosesAll(Callback):
     def __init__(self, bad): self.bad = bad
     def before_batch(self):
         if this_world().rank==self.bad and (self.epoch,self.iter)==(1,3):
-            os.close(lifeline().sel.fileno())
+            os.close(control_connection().sel.fileno())
             time.sleep(30)
 
 @pytest.mark.parametrize('bad', [0,1])
