@@ -3,9 +3,8 @@ from collections import Counter,defaultdict,deque
 from fastcore.test import test_eq
 from fastai.vision.all import *
 from fastdist import *
-from test_preds import cases,check,sizes
-from test_reports import exact,measured,task,tasks,reports,Shaped,kinds,data
-import test_preds
+from compare import *
+from tasks import *
 
 class Cleared(Metric):
     def __init__(self): self.all,self.n = [],0
@@ -130,7 +129,7 @@ def test_metrics_of_users(size): check(partial(task, *tasks['classes']), size, {
 
 def weighted(n, bs, rank=0):
     set_seed(3)
-    return test_preds.learner((data(n, kinds),data(n, kinds, 1)), Shaped(3), bs, rank, CrossEntropyLossFlat(weight=tensor([1.,5.,.2])), drop_last=False)
+    return learner((data(n, kinds),data(n, kinds, 1)), Shaped(3), bs, rank, CrossEntropyLossFlat(weight=tensor([1.,5.,.2])), drop_last=False)
 
 @sizes
 def test_metrics_of_a_weighted_loss(size):

@@ -1,84 +1,19 @@
 "Predictions, and all that is made of them, are on every rank those of one process: all rows, once, in the data set's order"
-import itertools,matplotlib,pytest,random,traceback
+import itertools,matplotlib,pytest
 from contextlib import nullcontext
-from copy import deepcopy
 from functools import cache
 matplotlib.use('agg')
-from torch.testing import assert_close
 from torch.utils.data import DataLoader as TorchLoader
 from fastcore.test import ExceptionExpected,test_eq,test_ne
 from fastai.vision.all import *
 from fastai.text.all import SortedDL,pad_input
 from fastdist import *
+from compare import *
 import learners
-
-runs = (37,4),(24,4),(7,4),(2,1),(1,4)
-few = (37,4),(7,4),(1,4)
-sizes = pytest.mark.parametrize('size', (2,3))
-def cases(**kw): return pytest.mark.parametrize('cases', [kw], ids=['all'])
-
-def assert_same(a, b, rtol=1e-5, atol=1e-6):
-    "`b` is what `a` is: types, lengths, and values but for the rounding of float32"
-    test_eq(type(b), type(a))
-    if isinstance(a, dict): a,b = list(a.items()),list(b.items())
-    if is_listy(a):
-        test_eq(len(b), len(a))
-        for x,y in zip(a, b): assert_same(x, y, rtol, atol)
-    elif not isinstance(a, (torch.Tensor,np.ndarray,float)): test_eq(b, a)
-    else: assert_close(*(torch.as_tensor(o).as_subclass(Tensor) for o in (b,a)), rtol=rtol, atol=atol, equal_nan=True)
-
-class Failure(str): pass
-
-def difference(a, b, **tol):
-    if isinstance(b, Failure): return b
-    try: assert_same(a, b, **tol)
-    except AssertionError as e: return '; '.join(str(e).split('\n')[:4])
-
-def call(f, learn): return f(learn)
-def attempt(f, learn):
-    "What stops one case on a rank is not to hide the others"
-    try: return f(learn)
-    except Exception as e:
-        traceback.print_exc()
-        return Failure(f'{type(e).__name__}: {e}')
-
-def begin_again(learn, weights, rank):
-    "As if no case had been there before; random state is another on each rank"
-    set_seed(5+rank)
-    learn.model.load_state_dict(weights)
-    learn.opt = None
-    for dl in learn.dls.loaders: dl.rng = random.Random(5+rank)
-
-def inside(mk, cases, n, bs, rank=None, call=call):
-    "What each of `cases` makes of a Learner, inside the context if there is a `rank`"
-    learn,res = mk(n, bs, rank or 0),{}
-    weights = deepcopy(learn.model.state_dict())
-    with learn.distrib_ctx() if rank is not None else nullcontext(), learn.no_bar(), learn.no_logging():
-        for k,f in cases.items():
-            begin_again(learn, weights, rank or 0)
-            res[k] = call(f, learn)
-    return res
-
-def on_one(mk, size, cases, runs): return [inside(mk, cases, n, bs*size) for n,bs in runs]
-def on_all(mk, size, cases, runs, **kw):
-    return on_ranks(lambda rank: [inside(mk, cases, n, bs, rank, **kw) for n,bs in runs], size, timeout=60, join=False)
-
-def check(mk, size, cases, runs=few, **tol):
-    "Each of `cases` gives on every rank what it gives in one process; one difference is told for each"
-    one,many,wrong = on_one(mk, size, cases, runs),on_all(mk, size, cases, runs, call=attempt),{}
-    for (rank,res),(i,run),k in itertools.product(enumerate(many), enumerate(runs), cases):
-        d = difference(one[i][k], res[i][k], **tol)
-        if d: wrong.setdefault(k, f'{k} on rank {rank} with n,bs={run}: {d}')
-    assert not wrong, '\n'.join(wrong.values())
 
 def rows(n, seed=0):
     g = torch.Generator().manual_seed(seed)
     return list(zip(torch.randn(n, 8, generator=g), torch.randint(0, 3, (n,), generator=g)))
-
-def learner(data, model, bs, rank, loss=None, drop_last=True, **kw):
-    set_seed(5+rank)
-    dls = DataLoaders.from_dsets(*data, bs=bs, drop_last=(drop_last,False), num_workers=0, device='cpu', **kw)
-    return Learner(dls, model, loss_func=loss or CrossEntropyLossFlat(), opt_func=SGD)
 
 def plain(n, bs, rank=0, **kw):
     set_seed(3)
