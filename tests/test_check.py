@@ -1,26 +1,17 @@
 "`fastdist-check` on real ranks: what it says where all is well, and that it finds what is not"
-import io,os,pytest,signal,subprocess,sys,time
+import io,os,pytest,signal,sys,time
 from contextlib import redirect_stdout
 from functools import partial
-from pathlib import Path
 from torch import distributed as dist
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
 from fastdist.check import *
 from fastdist.comm import grouped
+from procs import *
 
 pytestmark = pytest.mark.timeout(180)
-bin_,titles = Path(sys.executable).parent,['ranks','collectives','replicas','exactness']
-env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONWARNINGS='ignore')
-
-def run(*cmd, timeout=150, **kw):
-    "Exit code and standard output of a command, none of whose processes is left"
-    p = subprocess.Popen(list(map(str, cmd)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env|kw)
-    try: out,err = p.communicate(timeout=timeout)
-    finally:
-        if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
-    return p.returncode,out,err
+titles = ['ranks','collectives','replicas','exactness']
 
 def verdicts(text): return dict(o.split()[1::-1] for o in text.splitlines() if o.startswith(('ok ','FAILED ')))
 
@@ -113,22 +104,21 @@ def test_ranks_that_are_fewer_than_wanted():
     test_eq([ok, verdicts(text)], [False,dict(ranks='FAILED')])
     assert '2 where --nprocs 4 asked for another number' in text and 'HINT: let the launcher start as many' in text
 
+@pytest.mark.launcher
 def test_the_console_script_in_one_process():
-    rc,out,_ = run(bin_/'fastdist-check', OMPI_COMM_WORLD_SIZE='2')
-    test_eq([rc, verdicts(out)], [1,dict(ranks='FAILED')])
+    out,_ = run(bin_/'fastdist-check', rc=1, OMPI_COMM_WORLD_SIZE='2')
+    test_eq(verdicts(out), dict(ranks='FAILED'))
     assert 'HINT: start with torchrun' in out
 
-def torchrun(*cmd): return run(bin_/'torchrun', '--standalone', '--nproc_per_node', 2, *cmd)
-
-def test_torchrun():
-    rc,out,err = torchrun('-m', 'fastdist.check')
-    test_eq(rc, 0)
+def test_torchrun(warm):
+    out,err = warm(*torchrun('-m', 'fastdist.check'))
     rank0_says(out, 2, 'torchrun')
     assert 'Traceback' not in err
 
 script = """from fastai.basics import *
 from fastdist.check import main
 from fastdist.comm import grouped
+from procs import *
 class Fault(Callback):
     def after_step(self):
         if not grouped() or torch.distributed.get_rank()==0: return
@@ -137,14 +127,14 @@ class Fault(Callback):
 defaults.callbacks.append(Fault)
 if __name__=='__main__': main()"""
 
-def test_torchrun_with_faults(tmp_path):
+def test_torchrun_with_faults(warm, tmp_path):
     (tmp_path/'faulty.py').write_text(script)
-    rc,out,_ = torchrun(tmp_path/'faulty.py')
-    test_eq([rc, verdicts(out)], [1,dict(ranks='ok', collectives='ok', replicas='FAILED', exactness='FAILED', steps='FAILED')])
+    out,_ = warm(*torchrun(tmp_path/'faulty.py'), rc=1)
+    test_eq(verdicts(out), dict(ranks='ok', collectives='ok', replicas='FAILED', exactness='FAILED', steps='FAILED'))
     assert '0.weight of ranks [1] is not that of rank 0' in out and 'rank 1 failed: OSError: Exception occured in `Fault`' in out
     test_eq(out.count('HINT: '), 3)
 
+@pytest.mark.launcher
 def test_nprocs():
-    rc,out,err = run(sys.executable, '-m', 'fastdist.check', '--nprocs', 2)
-    assert rc==0, err
+    out,_ = run(sys.executable, '-m', 'fastdist.check', '--nprocs', 2)
     rank0_says(out, 2, 'fastdist')

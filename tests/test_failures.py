@@ -1,17 +1,13 @@
 "What a user sees when a rank fails, is killed, or Ctrl-C is pressed, under real launchers"
-import os,re,signal,socket,subprocess,sys,time
-from pathlib import Path
+import os,re,signal,subprocess,sys,time
+from functools import partial
 import pytest
+from procs import *
+import procs
 
-pytestmark = pytest.mark.timeout(180)
-here = Path(__file__).parent
-bin_,script = Path(sys.executable).parent,here/'broken.py'
-env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONWARNINGS='ignore')
-torchrun = bin_/'torchrun','--standalone','--nproc_per_node',2,script
-accelerate = bin_/'accelerate','launch','--main_process_port',0,'--multi_gpu','--num_processes',2,'--mixed_precision','no',script
-
-def free_port():
-    with socket.create_server(('127.0.0.1', 0)) as s: return s.getsockname()[1]
+pytestmark = [pytest.mark.launcher, pytest.mark.timeout(180)]
+script = here/'broken.py'
+by_torchrun,by_accelerate = torchrun(script),accelerate('--multi_gpu', '--num_processes', 2, '--mixed_precision', 'no', script)
 
 def notebook():
     code = 'import sys; sys.path.append({!r}); import broken; from accelerate import notebook_launcher; ' \
@@ -21,17 +17,8 @@ def notebook():
 @pytest.fixture
 def start(tmp_path):
     "Starts a command with `tmp_path` for an argument, by which all of its processes are known; none of them is left"
-    def f(*cmd, env=env):
-        return subprocess.Popen(list(map(str, cmd)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env)
-    yield f
-    for pid in alive(tmp_path): os.kill(pid, signal.SIGKILL)
-
-def alive(path):
-    "Processes that have `path` among their arguments"
-    def args(pid):
-        try: return Path(f'/proc/{pid}/cmdline').read_text().split('\0')
-        except OSError: return []
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir('/proc'))) if str(path) in args(pid)]
+    yield partial(procs.start, out=subprocess.DEVNULL, err=subprocess.PIPE)
+    for pid in processes(tmp_path): os.kill(pid, signal.SIGKILL)
 
 def trains(path, *procs, timeout=90):
     "The processes that train, in the order of their ranks, once both do"
@@ -47,37 +34,37 @@ def ended(p, secs):
     assert p.returncode, err[-3000:]
     return err
 
-@pytest.mark.parametrize('cmd,rank,times', [(torchrun,1,1), (accelerate,0,1), (notebook,1,2)], ids=['torchrun','accelerate','notebook'])
-def test_the_cause_comes_first_and_alone(start, tmp_path, cmd, rank, times):
+@pytest.mark.parametrize('cmd,rank,times', [(by_torchrun,1,1), (by_accelerate,0,1), (notebook,1,2)], ids=['torchrun','accelerate','notebook'])
+def test_the_cause_comes_first_and_alone(warm, tmp_path, cmd, rank, times):
     "`notebook_launcher` shows it twice by itself: as a log, and as an error of its own"
     cmd,bad = cmd() if callable(cmd) else cmd,16+4*rank
-    err = ended(start(*cmd, tmp_path, bad), 120)
+    _,err = (run if cmd is by_torchrun else warm)(*cmd, tmp_path, bad, rc=1)
     assert time.time()-float((tmp_path/'failed').read_text())<10
     before,*after = err.split(f'ValueError: broken file {bad}')
     assert 'RankError' not in err and len(after)==times
     assert f'[rank{rank}]: Traceback' in before or f'local_rank: {rank}' in before
-    assert f'[rank{1-rank}]' not in before and not alive(tmp_path)
+    assert f'[rank{1-rank}]' not in before and not processes(tmp_path)
 
 def test_ctrl_c_ends_all(start, tmp_path):
-    p = start(*torchrun, tmp_path)
+    p = start(*by_torchrun, tmp_path)
     trains(tmp_path, p)
     os.killpg(p.pid, signal.SIGINT)
     ended(p, 10)
-    assert not alive(tmp_path)
+    assert not processes(tmp_path)
 
 def test_torchrun_names_who_was_killed(start, tmp_path):
-    p = start(*torchrun, tmp_path)
+    p = start(*by_torchrun, tmp_path)
     os.kill(trains(tmp_path, p)[1], signal.SIGKILL)
     assert re.search(r'rank +: 1 \(local_rank: 1\)\s+exitcode +: -9', ended(p, 10))
-    assert not alive(tmp_path)
+    assert not processes(tmp_path)
 
 @pytest.mark.parametrize('who', [0,1])
 def test_ranks_that_nobody_looks_after(start, tmp_path, who):
     "As `srun` starts them; rank 0 serves the store"
     job = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
-    procs = [start(sys.executable, script, tmp_path, env=env|job|dict(RANK=str(i), LOCAL_RANK=str(i))) for i in range(2)]
-    os.kill(trains(tmp_path, *procs)[who], signal.SIGKILL)
-    err = ended(procs[1-who], 5)
+    ranks = [start(sys.executable, script, tmp_path, env=env|job|dict(RANK=str(i), LOCAL_RANK=str(i))) for i in range(2)]
+    os.kill(trains(tmp_path, *ranks)[who], signal.SIGKILL)
+    err = ended(ranks[1-who], 5)
     assert f'RankError: rank {who} failed:' in err and 'it ended without a word' in err
-    procs[who].communicate(timeout=5)
-    assert not alive(tmp_path)
+    ranks[who].communicate(timeout=5)
+    assert not processes(tmp_path)

@@ -2,16 +2,12 @@
 import faults,pandas as pd,pytest,subprocess,sys
 from faults import *
 from fastcore.test import test_eq,test_close
+from procs import processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # a worker is ahead by as much as it happens to be; one process spoils all samples of the batch, not those of one rank
 unlike_one_process = [('SIGINT','data worker'), ('NaN','forward'), ('NaN','backward')]
-
-def processes(folder):
-    "Ranks and data workers are forks of a process that has `folder` among its arguments; a forgotten one would be left"
-    def is_one(p):
-        try: return str(folder).encode() in (p/'cmdline').read_bytes()
-        except OSError: return False
-    return {int(p.name) for p in Path('/proc').iterdir() if p.name.isdigit() and is_one(p)}
 
 @pytest.fixture(scope='module')
 def all_cells(tmp_path_factory):
@@ -44,7 +40,6 @@ def check_fatal(o):
     if o['kind']=='dead loop': assert 'did not move' in saw[o['culprit']][1]
     elif o['place']!='data worker': assert o['culprit'] not in saw and 'without a word' in first(told.values())[1]
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize('kind', survivable+fatal)
 def test_faults(all_cells, kind):
     cells = [o for o in all_cells[0] if o['kind']==kind]
@@ -53,8 +48,7 @@ def test_faults(all_cells, kind):
         try: (check_survivable if kind in survivable else check_fatal)(o)
         except BaseException: raise AssertionError(f'{kind} in {o["place"]} on rank {o["culprit"]} of {o["size"]}: {o}')
 
-@pytest.mark.timeout(600)
 def test_nothing_is_left_running(all_cells):
     rows = pd.DataFrame(times(all_cells[0]))
     print(rows.pivot_table(index='fault', columns='place', values='seconds', aggfunc='max', sort=False).round(1).to_string())
-    test_eq(all_cells[1], set())
+    test_eq(all_cells[1], [])

@@ -12,9 +12,9 @@ from fastcore.test import test_eq,test_close,expect_fail
 from fastdist import *
 from fastdist.accelerator import has_state
 from learners import digits
+from procs import *
 
 pytestmark = pytest.mark.timeout(120)
-here = Path(__file__).parent
 cpu = partial(Accelerator, compute_setup='cpu')
 forked = dict(start='fork')
 
@@ -215,10 +215,6 @@ def test_in_a_function_that_notebook_launcher_started(tmp_path):
     notebook_launcher(in_notebook_launcher, (str(tmp_path),), num_processes=2, use_port=str(free_port()))
     test_eq([(tmp_path/str(i)).read_text() for i in range(2)], ['torchrun 1 (0, 2)']*2)
 
-def free_port():
-    import socket
-    with socket.create_server(('127.0.0.1', 0)) as s: return s.getsockname()[1]
-
 # From the head
 
 def test_closures_lambdas_and_all_ranks():
@@ -364,10 +360,6 @@ def test_an_error_is_the_heads_within_seconds(who, how):
     assert time.monotonic()-start<8
     assert not any(alive(int(Path(f'{r}.pid').read_text())) for r in range(2))
 
-def alive(pid):
-    try: return Path(f'/proc/{pid}/stat').read_text().split(') ')[1][0]!='Z'
-    except OSError: return False
-
 script = """
 import os,sys,time,torch
 from pathlib import Path
@@ -380,21 +372,20 @@ acc = Accelerator(nprocs=2, compute_setup='cpu')
 acc.distribute(f)()
 """
 
+@pytest.mark.launcher
 @pytest.mark.parametrize('sig', [signal.SIGKILL,signal.SIGINT])
 def test_ranks_end_with_the_head(tmp_path, sig):
     "And while they run, none of their sockets can be reached from another machine"
     p = subprocess.Popen([sys.executable, '-c', script, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     try:
-        until = time.monotonic()+60
-        while len(pids := [int(o.name) for o in tmp_path.iterdir() if o.name.isdigit()])<2:
-            assert time.monotonic()<until and p.poll() is None
-            time.sleep(.05)
+        await_that(lambda: len(list(tmp_path.glob('[0-9]*')))==2 or p.poll() is not None, 60)
+        pids = [int(o.name) for o in tmp_path.glob('[0-9]*')]
+        assert p.poll() is None
         test_eq([a for pid in (*pids,p.pid) for a in listening(pid) if not a.startswith('127.')], [])
         p.send_signal(sig)
         p.communicate(timeout=10)
     finally: p.kill()
-    until = time.monotonic()+5
-    while any(map(alive, pids)): assert time.monotonic()<until
+    await_that(lambda: not any(map(alive, pids)), 5)
     assert p.returncode!=0
 
 def listening(pid):
@@ -414,20 +405,14 @@ def address(h):
 
 # Real processes
 
-def run(*cmd, env=None):
-    p = subprocess.run(list(map(str, cmd)), capture_output=True, text=True, timeout=110, env=os.environ|dict(PYTHONWARNINGS='ignore')|(env or {}))
-    assert p.returncode==0, p.stderr[-3000:]
-    return p.stdout
-
-examples,bin_ = here.parent/'examples',Path(sys.executable).parent
-
 @pytest.mark.parametrize('mode', ['no','bf16'])
-def test_a_plain_loop_under_accelerate_launch(tmp_path, mode):
+def test_a_plain_loop_under_accelerate_launch(warm, tmp_path, mode):
     cfg = tmp_path/'config.yaml'
     cfg.write_text((examples/'accelerate_config.yaml').read_text().replace("'no'", mode if mode=='bf16' else "'no'"))
-    *_,last = run(bin_/'accelerate', 'launch', '--config_file', cfg, examples/'accelerate_cnn.py').splitlines()
+    *_,last = warm(bin_/'accelerate', 'launch', '--config_file', cfg, examples/'accelerate_cnn.py')[0].splitlines()
     assert f'2 ranks in {mode}: ' in last and float(last.split()[-1])>.9
 
+@pytest.mark.launcher
 def test_four_ranks_from_a_plain_script():
-    *epochs,last = run(sys.executable, examples/'distribute_mlp.py').splitlines()
+    *epochs,last = run(sys.executable, examples/'distribute_mlp.py')[0].splitlines()
     assert [o.split(':')[0] for o in epochs]==[f'epoch {i}, 4 ranks' for i in range(5)] and float(last.split()[-1])>.9

@@ -1,11 +1,9 @@
 "A Learner that a notebook sends to ranks comes home trained, though the kernel has used its threads before"
-from pathlib import Path
-import nbformat,pytest
-from nbclient import NotebookClient
+import pytest
 from fastcore.test import test_eq
+from procs import *
 
-pytestmark = pytest.mark.timeout(180)
-here = Path(__file__).parent
+pytestmark = [pytest.mark.launcher, pytest.mark.timeout(180)]
 
 notebook = """import sys
 sys.path.append({here!r})
@@ -45,14 +43,10 @@ learn.fit(1)
 """
 
 def test_in_a_kernel(tmp_path):
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in notebook.format(here=str(here)).split('# %%')])
-    nb.cells[5].metadata['tags'] = ['raises-exception']
-    NotebookClient(nb, timeout=120, kernel_name='python3', resources=dict(metadata=dict(path=str(tmp_path)))).execute()
-    shown = ''.join(o.get('text', '') for o in nb.cells[2].outputs)
-    assert 'valid_loss' in shown and 'Epoch 1/3' in shown and shown.count('fastdist: 2 ranks')==1
-    assert any('image/png' in o.get('data', {}) for o in nb.cells[3].outputs)
-    test_eq(nb.cells[4].outputs[-1]['data']['text/plain'], '[10, 11]')
-    err = nb.cells[5].outputs[-1]
-    shown = '\n'.join(err['traceback'])
+    cells = executed(notebook.format(here=str(here)), tmp_path, raises=[5])
+    assert 'valid_loss' in shown(cells[2]) and 'Epoch 1/3' in shown(cells[2]) and shown(cells[2]).count('fastdist: 2 ranks')==1
+    assert any('image/png' in o.get('data', {}) for o in cells[3].outputs)
+    test_eq(cells[4].outputs[-1]['data']['text/plain'], '[10, 11]')
+    err = cells[5].outputs[-1]
     test_eq((err['ename'], err['evalue'].count('ValueError:')), ('RankError',1))
-    assert 'the user\'s own line' in err['evalue'] and err['evalue'].rstrip().endswith('lost') and 'start_ranks' not in shown
+    assert 'the user\'s own line' in err['evalue'] and err['evalue'].rstrip().endswith('lost') and 'start_ranks' not in '\n'.join(err['traceback'])

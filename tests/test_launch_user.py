@@ -1,5 +1,5 @@
 "Ranks started as people start them: from a plain script without a guard, with every default left alone, and what the terminal shows of it"
-import os,pytest,re,subprocess,sys,threading,torch
+import os,pytest,re,sys,threading,torch
 from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
@@ -11,18 +11,15 @@ from fastdist import *
 from fastdist.home import HomeError
 from fastdist.spawn import start_ranks
 from learners import digits
+from procs import *
 
 pytestmark = pytest.mark.timeout(120)
 cpu = partial(Accelerator, compute_setup='cpu')
-bin_ = Path(sys.executable).parent
 
-def run(code, *cmd, rc=0, **env):
+def script(code, *cmd, **kw):
     "Stdout and stderr of the script `code`"
     Path('script.py').write_text(dedent(code))
-    cmd,env = [*map(str, cmd or [sys.executable]),'script.py'],os.environ|dict(PYTHONWARNINGS='ignore')|env
-    p = subprocess.run(cmd, capture_output=True, text=True, timeout=100, env=env)
-    test_eq(p.returncode, rc) if p.returncode==rc else pytest.fail(f'exit code {p.returncode}:\n{p.stdout[-2000:]}\n{p.stderr[-5000:]}')
-    return p.stdout,p.stderr
+    return run(*(cmd or [sys.executable]), 'script.py', **kw)
 
 workers = """
     import time
@@ -66,9 +63,11 @@ workers = """
         assert type(torch.load('pair.pkl', weights_only=False)) is Pair
     """
 
+@pytest.mark.launcher
+@pytest.mark.slow
 def test_data_workers_of_ranks_start_as_those_of_a_script():
     "Three epochs took two minutes, as each worker was a new Python, and nothing of the script could be pickled"
-    out,_ = run(workers)
+    out,_ = script(workers)
     assert float(re.search(r'took ([\d.]+)', out)[1])<30 and 'Epoch 3/3' in out and out.count('ünïcode ✓')==2
 
 @pytest.mark.parametrize('how,n', [('spawn',2), ('spawn',3), ('fork',2), ('fork',3)])
@@ -100,8 +99,9 @@ head,contexts = "Accelerator(nprocs=2, compute_setup='cpu').distribute(learn.fit
 
 def frames(err): return re.findall(r'File "([^"]*)", line \d+, in ([\w<>]+)', err)
 
+@pytest.mark.launcher
 def test_the_head_shows_the_error_of_a_rank_once():
-    _,err = run(broken+head, rc=1)
+    _,err = script(broken+head, rc=1)
     test_eq([err.count(o) for o in ('ValueError:', 'no such thing\n', "KeyError: 'lost'", 'direct cause', 'rank 1 failed:')], [1,1,1,1,1])
     assert 'ends because' not in err and "raise ValueError('no such thing') from e" in err and 'fastai/learner.py:' in err
     test_eq(frames(err)[-1][1], 'after_batch')
@@ -115,8 +115,9 @@ def test_every_frame_is_shown_to_who_asks(monkeypatch, how, files):
     except RankError as e: test_eq([Path(o).name for o,_ in frames(e.msg)][:5 if how else None], files)
     else: assert False
 
+@pytest.mark.launcher
 def test_under_torchrun_the_user_s_frames_are_found_at_a_glance():
-    _,err = run(broken+contexts, bin_/'torchrun', '--standalone', '--nproc_per_node', 3, rc=1)
+    _,err = script(broken+contexts, *torchrun(n=3), rc=1)
     ours = [o for o in err.splitlines() if o.startswith('[rank')]
     mine = [o for o in ours if o.startswith('[rank1]')]
     assert frames('\n'.join(mine))[-1][1]=='after_batch' and len(frames('\n'.join(mine)))==3 and len(mine)<20
@@ -152,9 +153,10 @@ def test_notes_groups_and_long_recursions_are_kept():
         try: cpu(nprocs=2).distribute(f, start='fork')(how)
         except RankError as e: assert want in str(e), str(e)
 
+@pytest.mark.launcher
 def test_importing_leaves_garbage_collection_as_it_is():
     code = "import gc,sys; sys.modules['scipy.optimize'] = None\ntry: import fastdist\nexcept ImportError: print(gc.isenabled())"
-    test_eq(subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=100).stdout, 'True\n')
+    test_eq(run(sys.executable, '-c', code)[0], 'True\n')
 
 # What is set on the Accelerator
 

@@ -1,36 +1,19 @@
 "Two CPU ranks under every launcher, started as a user would"
-import json,os,re,signal,subprocess,sys,threading,time
+import json,re,subprocess,sys,threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
 from pathlib import Path
-import nbformat,pytest
+import pytest
 from accelerate.utils import write_basic_config
 from fastai.data.external import untar_data
 from jupyter_client.manager import start_new_kernel
-from nbclient import NotebookClient
 from fastcore.test import test_eq
 from fastdist import on_ranks,rank0_first
+from procs import *
 
-pytestmark = pytest.mark.timeout(180)
-here = Path(__file__).parent
-bin_,script,digits = Path(sys.executable).parent,here/'report.py',here.parent/'examples/digits.py'
-env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONWARNINGS='ignore')
-
-def start(*cmd, env=env):
-    return subprocess.Popen(list(map(str, cmd)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env)
-
-def printed(*procs, timeout):
-    "What each of `procs` prints until it ends; none of them is left, whatever happens"
-    try: return [p.communicate(timeout=timeout)[0] for p in procs]
-    finally:
-        for p in procs:
-            if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
-
-def output(*procs, timeout=150):
-    "What `procs` print, all of which must succeed"
-    outs = printed(*procs, timeout=timeout)
-    for p,o in zip(procs, outs): assert p.returncode==0, o[-3000:]
-    return ''.join(outs)
+pytestmark = [pytest.mark.launcher, pytest.mark.timeout(180)]
+script,digits = here/'report.py',examples/'digits.py'
 
 def check(source, path):
     a,b = [json.loads((path/f'{i}.json').read_text()) for i in range(2)]
@@ -40,35 +23,28 @@ def check(source, path):
     assert (a['left'],b['left'])==(0,0)
 
 def test_torchrun(tmp_path):
-    out = output(start(bin_/'torchrun', '--standalone', '--nproc_per_node', 2, script, tmp_path))
+    out = output(start(*torchrun(script, tmp_path)))
     check('torchrun', tmp_path)
     assert out.count('fastdist: 2 ranks')==1 and out.count('valid_loss')==1
 
-def launch(*args): return output(start(bin_/'accelerate', 'launch', '--main_process_port', 0, *args))
-
-def test_accelerate_flags(tmp_path):
-    launch('--multi_gpu', '--num_processes', 2, script, tmp_path)
+def test_accelerate_flags(warm, tmp_path):
+    warm(*accelerate('--multi_gpu', '--num_processes', 2, script, tmp_path))
     check('accelerate launch', tmp_path)
 
 def test_accelerate_yaml(tmp_path):
     cfg = tmp_path/'config.yaml'
     write_basic_config(save_location=str(cfg))
-    launch('--config_file', cfg, '--multi_gpu', '--num_processes', 2, script, tmp_path)
+    output(start(*accelerate('--config_file', cfg, '--multi_gpu', '--num_processes', 2, script, tmp_path)))
     check('accelerate launch', tmp_path)
 
-def test_accelerate_that_starts_one_process_says_so(tmp_path):
-    out = output(start(bin_/'accelerate', 'launch', '--cpu', '--num_processes', 2, script, tmp_path, env=env|dict(PYTHONWARNINGS='default')))
-    assert 'HINT: add --multi_gpu' in out and json.loads((tmp_path/'0.json').read_text())['size']==1
+def test_accelerate_that_starts_one_process_says_so(warm, tmp_path):
+    _,err = warm(bin_/'accelerate', 'launch', '--cpu', '--num_processes', 2, script, tmp_path, PYTHONWARNINGS='default')
+    assert 'HINT: add --multi_gpu' in err and json.loads((tmp_path/'0.json').read_text())['size']==1
 
-def free_port():
-    import socket
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
-
-def test_variables_as_fastai_launch_sets_them(tmp_path):
+def test_variables_as_fastai_launch_sets_them(warm, tmp_path):
     common = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
-    output(*[start(sys.executable, script, tmp_path, env=env|common|dict(RANK=str(i), DEFAULT_GPU=str(i))) for i in range(2)])
+    f = lambda i: warm(sys.executable, script, tmp_path, **common, RANK=str(i), DEFAULT_GPU=str(i))
+    with ThreadPoolExecutor(2) as pool: list(pool.map(f, range(2)))
     check('fastai.launch', tmp_path)
 
 def test_plain_python_starts_two_ranks_that_learn(tmp_path):
@@ -76,9 +52,9 @@ def test_plain_python_starts_two_ranks_that_learn(tmp_path):
     assert 'fastdist: 2 ranks on 1 node, cpu over gloo, from notebook_launcher' in out
     assert float(re.search(r'accuracy: ([\d.]+)', out)[1])>=.95
 
-def test_notebook_launcher_in_a_script(tmp_path):
+def test_notebook_launcher_in_a_script(warm, tmp_path):
     code = f'import sys; sys.path.append({str(here)!r}); import report; from accelerate import notebook_launcher; '
-    output(start(sys.executable, '-c', code + f'notebook_launcher(report.train, ({str(tmp_path)!r},), num_processes=2, use_port={str(free_port())!r})'))
+    warm(sys.executable, '-c', code + f'notebook_launcher(report.train, ({str(tmp_path)!r},), num_processes=2, use_port={str(free_port())!r})')
     check('notebook_launcher', tmp_path)
 
 notebook = """import sys
@@ -101,11 +77,9 @@ notebook_launcher(train, num_processes=2, use_port={port!r})"""
 
 def test_notebook_launcher_in_a_kernel(tmp_path):
     names = dict(here=str(here), examples=str(digits.parent), out=str(tmp_path), port=str(free_port()))
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in notebook.format(**names).split('# %%')])
-    NotebookClient(nb, timeout=120, kernel_name='python3', resources=dict(metadata=dict(path=str(tmp_path)))).execute()
+    cells = executed(notebook.format(**names), tmp_path)
     check('notebook_launcher', tmp_path)
-    text = ''.join(o.get('text', '') for o in nb.cells[2].outputs)
-    assert text.count('fastdist: 2 ranks')==1
+    assert shown(cells[2]).count('fastdist: 2 ranks')==1
 
 stopped = """import sys,time
 sys.path.append({here!r})
@@ -133,12 +107,6 @@ def test_the_stop_button_ends_all_ranks(tmp_path):
         await_that(lambda: not children(), 10)
         test_eq(kc.execute_interactive(launch.format(1, free_port()), timeout=60)['content']['status'], 'ok')
     finally: km.shutdown_kernel(now=True)
-
-def await_that(cond, seconds):
-    end = time.monotonic()+seconds
-    while not cond():
-        assert time.monotonic()<end
-        time.sleep(0.1)
 
 @pytest.mark.parametrize('lines', [('fastdist','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.distributed'),
     ('fastai.distributed','fastai.tabular.all','fastai.vision.all','fastdist')])

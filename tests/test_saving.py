@@ -1,5 +1,5 @@
 "Files that survive, and that plain fastai reads, from Learners on real ranks"
-import inspect,io,os,random,resource,signal,subprocess,sys,time,warnings,pytest
+import inspect,io,os,random,resource,signal,sys,time,warnings,pytest
 from multiprocessing import get_context
 from torch import distributed as dist
 from torch.nn.parallel import DataParallel
@@ -9,6 +9,7 @@ from fastai.text.learner import TextLearner
 from fastdist import *
 from fastcore.test import test_eq
 from learners import digits,tabular,language_model,vision
+from procs import here
 
 def quiet(learn): return learn.no_logging(),learn.no_bar()
 
@@ -402,11 +403,10 @@ def to_be_read(rank):
         return learn.validate(),tab.validate()
 
 @pytest.mark.timeout(300)
-def test_plain_fastai_reads_ours_and_we_read_its_own():
+def test_plain_fastai_reads_ours_and_we_read_its_own(warm):
     (digs,tab),_ = on_ranks(to_be_read, join=False, timeout=100)
-    res = subprocess.run([sys.executable, '-c', plain, str(Path(__file__).parent)], capture_output=True, text=True, timeout=200)
-    assert res.returncode==0, res.stderr
-    told = {k:list(map(float, vals)) for k,*vals in map(str.split, filter(str.strip, res.stdout.splitlines())) if k in ('after','during','digits','plain')}
+    out,_ = warm(sys.executable, '-c', plain, here)
+    told = {k:list(map(float, vals)) for k,*vals in map(str.split, filter(str.strip, out.splitlines())) if k in ('after','during','digits','plain')}
     for name,val in dict(after=tab, during=tab, digits=digs).items(): np.testing.assert_allclose(told[name], val, rtol=1e-4)
     def f(rank):
         learn = digits(path='.')

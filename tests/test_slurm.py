@@ -4,10 +4,10 @@ from contextlib import ExitStack,contextmanager,suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 import pytest
-from test_launchers import await_that,bin_,env,free_port,here
-from test_nodes import ends,script
+from procs import *
 
-pytestmark = pytest.mark.timeout(480)
+pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(480)]
+script = examples/'slurm/train.py'
 env = env | dict(PATH=f"{bin_}:{os.environ['PATH']}:/usr/sbin:/sbin", PYTHONUNBUFFERED='')
 host,user = socket.gethostname().partition('.')[0],getpass.getuser()
 

@@ -9,20 +9,20 @@ Each file in `users/` is one, and is found by itself. Comments in its first line
 
 In a script, `bs` is the batch size of a rank; one process takes that of all ranks, and imports plain fastai or Accelerate. What `_result.result` prints at the end is compared,
 and so is each line that the terminal shows."""
-import io,json,math,os,re,subprocess,sys,tarfile,tempfile,threading
+import io,json,math,os,re,sys,tarfile,threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Client
 from pathlib import Path
 from http.server import BaseHTTPRequestHandler,ThreadingHTTPServer
 from types import SimpleNamespace
 import pytest
 from PIL import Image
-sys.path.append(str(Path(__file__).parent/'users'))
+from procs import *
+sys.path.append(str(here/'users'))
 from _start import as_one,screen
 
-folder = Path(__file__).parent/'users'
-bin_ = Path(sys.executable).parent
+pytestmark = [pytest.mark.slow]
+folder = here/'users'
 scripts = {p.stem:p for p in sorted(folder.glob('[!_]*.py'))}
 defaults = dict(ranks=['2'], start=['ranks'], under=[], compared=['all'], alone=['yes'], shows=[], hides=[], fails=[], last=[])
 
@@ -37,8 +37,8 @@ cases = [(name,how) for name,path in scripts.items() for how in ('fork',*wishes(
 
 def command(how, path, n):
     "What a person types to start the script at `path` on `n` ranks"
-    if how=='torchrun': return [bin_/'torchrun','--standalone','--nproc_per_node',n,path]
-    if how=='accelerate': return [bin_/'accelerate','launch','--main_process_port',0,'--multi_gpu','--num_processes',n,path]
+    if how=='torchrun': return torchrun(path, n=n)
+    if how=='accelerate': return accelerate('--multi_gpu', '--num_processes', n, path)
     return [sys.executable,*([folder/'_kernel.py'] if how=='kernel' else []),path]
 
 # %%
@@ -73,11 +73,9 @@ class Archive(BaseHTTPRequestHandler):
 # %%
 class Terminals:
     "Starts all that will be asked for, two at a time, in that order"
-    def __init__(self, at, asked):
-        self.at,self.site = at,Site()
-        env = {k:v for k,v in os.environ.items() if k not in ('PYTHONWARNINGS','COLUMNS')} | dict(OMP_NUM_THREADS='1', MPLBACKEND='agg', SITE=self.site.url)
-        self.server = subprocess.Popen([sys.executable, folder/'_start.py', '--serve', at], stdout=subprocess.PIPE, text=True, env=env)
-        assert self.server.stdout.readline()=='ready\n'
+    def __init__(self, asked):
+        self.site = Site()
+        self.warm = Warm(PYTHONWARNINGS='', COLUMNS='', MPLBACKEND='agg', SITE=self.site.url)
         self.pool,self.shown = ThreadPoolExecutor(2),{}
         for o in dict.fromkeys(a for name,how in asked for a in ((name,how),(name,'one'))): self.shown[o] = self.pool.submit(self._play, *o)
 
@@ -86,9 +84,7 @@ class Terminals:
         if how=='one' and not w.alone: return
         text = as_one(w.path.read_text(), w.n) if how=='one' else w.path.read_text()
         job = dict(path=w.path, text=text, n=w.n if how=='fork' and w.start=='ranks' else 0)
-        with Client(self.at) as c:
-            c.send(job if how in ('fork','one') else dict(cmd=list(map(str, command(how, w.path, w.n))), timeout=60))
-            return SimpleNamespace(**c.recv())
+        return self.warm.ask(**job if how in ('fork','one') else dict(cmd=list(map(str, command(how, w.path, w.n))), timeout=60))
 
     def __call__(self, name, how): return self.shown[name,how].result()
 
@@ -99,16 +95,14 @@ class Terminals:
         if os.environ.get('COSTS'):
             for k,f in self.shown.items():
                 if f.done() and f.result(): print(*k, f'{f.result().seconds:.1f}s', f'cpu {f.result().cpu:.1f}s')
-        self.server.terminate()
-        self.server.wait()
+        self.warm.close()
 
 @pytest.fixture(scope='module')
 def terminal(request):
     asked = [o.callspec.params['case'] for o in request.session.items if o.function.__name__=='test_users']
-    with tempfile.TemporaryDirectory() as d:
-        res = Terminals(f'{d}/socket', asked)
-        yield res
-        res.close()
+    res = Terminals(asked)
+    yield res
+    res.close()
 
 # %%
 result,started = re.compile(r'RESULT (\{.*\})\s*$', re.M),re.compile(r'fastdist: \d+ ranks on')

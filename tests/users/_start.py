@@ -2,12 +2,17 @@
 
 A person's terminal is a pty. Ranks are forked from a process that has imported what scripts import, but not fastdist, and stand there as torchrun would have started them:
 that costs a second, where launchers take many. What is still running when the script has ended is found, since orphans come home to who started it."""
-import atexit,gc,os,psutil,pty,random,re,resource,select,shutil,signal,socket,struct,sys,tempfile,termios,threading,time,torch,numpy as np
+import atexit,gc,os,psutil,pty,random,re,resource,runpy,select,shutil,signal,struct,sys,tempfile,termios,threading,time,warnings
+import torch,torch.distributed.run,numpy as np
 from ctypes import CDLL
 from fcntl import ioctl
 from multiprocessing.connection import Listener
 from pathlib import Path
 from types import ModuleType
+from accelerate.commands import accelerate_cli
+from torch.distributed.launcher.api import elastic_launch
+sys.path.append(str(Path(__file__).parent.parent))
+from procs import free_port
 
 def as_one(text, n):
     "The script `text` with plain fastai or Accelerate, in one process, with the batches of `n` ranks"
@@ -17,29 +22,59 @@ def as_one(text, n):
     text = re.sub(r'\bnum_processes=\d+', 'num_processes=1', text.replace('in_notebook=True', '').replace(f'(nprocs={n})', '()').replace('accelerator.distribute(train)', 'train'))
     return re.sub(r'^(\s*)bs = (\d+)', lambda m: f'{m[1]}bs = {int(m[2])*n}', text, flags=re.M)
 
-def be_script(path, text):
-    "Run `text` as Python runs the script at `path`, from here to the end of the process"
+def _streams():
+    "Python's streams anew, for the descriptors that are there now"
     for i,(name,mode) in enumerate((('stdin','r'), ('stdout','w'), ('stderr','w'))): setattr(sys, name, open(i, mode, buffering=1, closefd=False))
-    main = sys.modules['__main__'] = ModuleType('__main__')
-    for f in (random.seed,np.random.seed,torch.seed): f() # as a new process begins
-    main.__file__,sys.argv,sys.path[0] = str(path),[str(path)],str(path.parent)
-    try: exec(compile(text, path, 'exec'), vars(main))
-    except SystemExit as e: _end(e.code if isinstance(e.code, int) else int(e.code is not None))
-    except BaseException as e:
-        e.__traceback__ = e.__traceback__.tb_next
-        sys.excepthook(type(e), e, e.__traceback__)
-        _end(1)
-    _end(0)
 
-def _end(code):
-    "End as Python does, but for its own taking down, which a fork need not do"
+def code_of(f, *args):
+    "The exit code of a Python whose script is `f`"
+    try: code = f(*args)
+    except SystemExit as e: code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException as e:
+        while e.__traceback__.tb_next and e.__traceback__.tb_frame.f_code.co_filename==__file__: e.__traceback__ = e.__traceback__.tb_next
+        sys.excepthook(type(e), e, e.__traceback__)
+        code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
     for o in (sys.stdout,sys.stderr): o.flush()
-    os._exit(code)
+    return code or 0
 
-def free_port():
-    with socket.create_server(('127.0.0.1', 0)) as s: return s.getsockname()[1]
+def script(path, text, *args):
+    "What `python path *args` does, with `text` for what is in the file"
+    _streams()
+    main = sys.modules['__main__'] = ModuleType('__main__')
+    for f in (random.seed,np.random.seed,torch.seed): f() # as a new process begins
+    main.__file__,sys.argv,sys.path[0] = str(path),[str(path),*args],str(Path(path).parent)
+    exec(compile(text, path, 'exec'), vars(main))
+
+def python(*args):
+    "What `python *args` does: a script, `-m` and a module, or `-c` and code"
+    first,*rest = [o for o in args if o!='-u']
+    if first=='-m':
+        _streams()
+        sys.argv,sys.path[0] = rest,os.getcwd()
+        runpy.run_module(rest[0], run_name='__main__', alter_sys=True)
+    elif first=='-c': script('', *rest)
+    else: script(first, Path(first).read_text(), *rest)
+
+# Launchers in this process, whose ranks are forks of it
+
+def _rank(*args):
+    code = code_of(python, *args)
+    if code: os._exit(code)
+
+def _elastic_launch(config, entrypoint):
+    config.start_method = 'fork'
+    return elastic_launch(config, _rank)
+
+def launch(name, *args):
+    "What `torchrun`, `accelerate` or `python` does with `args`; ranks of the first two are forked by torch's agent, where it would start a Python"
+    _streams()
+    torch.distributed.run.elastic_launch = _elastic_launch
+    sys.argv = [name,*args]
+    if name=='torchrun': torch.distributed.run.main(list(args))
+    elif name=='accelerate': accelerate_cli.main()
+    else: python(*args)
 
 def fork_ranks(path, text, n):
     "Fork `n` ranks, as torchrun would have started them, and end as they do"
@@ -47,16 +82,17 @@ def fork_ranks(path, text, n):
     for rank in range(n):
         if os.fork(): continue
         os.environ.update({k:str(v) for k,v in (job|dict(RANK=rank, LOCAL_RANK=rank)).items()})
-        be_script(path, text)
+        os._exit(code_of(script, path, text))
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(n)]
     os._exit(next((abs(o) for o in codes if o), 0))
 
 def lead(path=None, text=None, n=0, cmd=None):
     "In the session of the new terminal: run `cmd`, or the script, in `n` ranks or in this process"
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if cmd and Path(cmd[0]).name in ('torchrun','accelerate'): os._exit(code_of(launch, Path(cmd[0]).name, *cmd[1:]))
     if cmd: os.execvp(cmd[0], cmd)
     if n: fork_ranks(path, text, n)
-    else: be_script(path, text)
+    os._exit(code_of(script, path, text))
 
 def family(): return psutil.Process().children(recursive=True)
 
@@ -84,6 +120,28 @@ def play(timeout=30, env=None, **job):
     os.chdir('/')
     shutil.rmtree(d, ignore_errors=True)
     return res
+
+def run(cmd, env, cwd, timeout):
+    "Exit code of the launcher `cmd`, `None` if it took longer than `timeout`; its stdout and stderr, and what it left running"
+    CDLL(None).prctl(36, 1) # PR_SET_CHILD_SUBREAPER
+    files = [tempfile.TemporaryFile() for _ in range(2)]
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        if env.get('PYTHONWARNINGS')=='ignore': warnings.simplefilter('ignore')
+        for i,f in enumerate(files, 1): os.dup2(f.fileno(), i)
+        os._exit(code_of(launch, Path(cmd[0]).name, *cmd[1:]))
+    code,end = None,time.monotonic()+timeout
+    while code is None and time.monotonic()<end:
+        p,status = os.waitpid(pid, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if p else time.sleep(.02)
+    left = _gone(2 if code is not None else 0)
+    for o in left: o.kill()
+    for f in files: f.seek(0)
+    return dict(code=code, out=files[0].read().decode(), err=files[1].read().decode(), left=[' '.join(o.cmdline()) or o.name() for o in left])
 
 def _cpu(): return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
@@ -122,7 +180,8 @@ def serve(at):
                 conn.close()
                 continue
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            conn.send(play(**conn.recv()))
+            job = conn.recv()
+            conn.send((run if 'cwd' in job else play)(**job))
             os._exit(0)
 
 def warm_up():

@@ -1,0 +1,107 @@
+"Processes that tests start: commands as a person types them, what they print, kernels, and that none is left"
+import nbformat,os,re,signal,socket,subprocess,sys,time
+from multiprocessing.connection import Client
+from nbclient import NotebookClient
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+here = Path(__file__).parent
+bin_,examples = Path(sys.executable).parent,here.parent/'examples'
+env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONWARNINGS='ignore')
+
+def free_port():
+    with socket.create_server(('127.0.0.1', 0)) as s: return s.getsockname()[1]
+
+def await_that(cond, seconds):
+    end = time.monotonic()+seconds
+    while not cond():
+        assert time.monotonic()<end
+        time.sleep(.05)
+
+# Commands
+
+def start(*cmd, env=env, out=subprocess.PIPE, err=subprocess.STDOUT):
+    return subprocess.Popen(list(map(str, cmd)), stdout=out, stderr=err, text=True, start_new_session=True, env=env)
+
+def said(*procs, timeout):
+    "Stdout and stderr of each of `procs`, which have `timeout` seconds to end; none of them is left, whatever happens"
+    try: return [p.communicate(timeout=timeout) for p in procs]
+    finally:
+        for p in procs:
+            if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
+
+def output(*procs, timeout=150):
+    "What `procs` print, all of which must succeed"
+    outs = [o for o,_ in said(*procs, timeout=timeout)]
+    for p,o in zip(procs, outs): assert p.returncode==0, o[-3000:]
+    return ''.join(outs)
+
+def run(*cmd, rc=0, timeout=110, **vars):
+    "Stdout and stderr of a command, which must end with `rc`"
+    p = start(*cmd, env=env|vars, err=subprocess.PIPE)
+    (out,err), = said(p, timeout=timeout)
+    assert p.returncode==rc, f'exit code {p.returncode}:\n{out[-2000:]}\n{err[-5000:]}'
+    return out,err
+
+def torchrun(*cmd, n=2): return bin_/'torchrun','--standalone','--nproc_per_node',n,*cmd
+def accelerate(*cmd): return bin_/'accelerate','launch','--main_process_port',0,*cmd
+
+class Warm:
+    "A process that has imported what scripts import, but not fastdist, and runs each job in a fork: seconds less for each process"
+    def __init__(self, **vars):
+        self.d = TemporaryDirectory()
+        self.at = f'{self.d.name}/socket'
+        self.server = start(sys.executable, here/'users/_start.py', '--serve', self.at, env=env|dict(OMP_NUM_THREADS='1')|vars, err=None)
+        assert self.server.stdout.readline()=='ready\n'
+
+    def ask(self, **job):
+        with Client(self.at) as c:
+            c.send(job)
+            return SimpleNamespace(**c.recv())
+
+    def run(self, *cmd, rc=0, timeout=110, **vars):
+        "As `run`, for `torchrun`, `accelerate` and `python`"
+        p = self.ask(cmd=list(map(str, cmd)), env=env|vars, cwd=os.getcwd(), timeout=timeout)
+        assert p.code==rc and not p.left, f'exit code {p.code}, left {p.left}:\n{p.out[-2000:]}\n{p.err[-5000:]}'
+        return p.out,p.err
+
+    def close(self):
+        self.server.terminate()
+        self.server.communicate()
+        self.d.cleanup()
+
+# What runs
+
+def processes(path):
+    "Processes that have `path` among their arguments, as forks of such a one have too"
+    def args(pid):
+        try: return Path(f'/proc/{pid}/cmdline').read_text().split('\0')
+        except OSError: return []
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir('/proc'))) if str(path) in args(pid)]
+
+def alive(pid):
+    try: return Path(f'/proc/{pid}/stat').read_text().split(') ')[1][0]!='Z'
+    except OSError: return False
+
+# Notebooks
+
+def executed(text, path, raises=()):
+    "The notebook whose cells are in `text`, run in a kernel that stands in `path`; cells of the numbers `raises` end in an error"
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in text.split('# %%')])
+    for i in raises: nb.cells[i].metadata['tags'] = ['raises-exception']
+    NotebookClient(nb, timeout=120, kernel_name='python3', resources=dict(metadata=dict(path=str(path)))).execute()
+    return nb.cells
+
+def shown(cell): return ''.join(o.get('text', '') for o in cell.outputs)
+
+# Jobs of two nodes
+
+def ends(out, size, source):
+    "Check that `out` tells of a job of two nodes, whose ranks stand where they should and have the same weights, which have learnt something"
+    assert f'fastdist: {size} ranks on 2 nodes, cpu over gloo, from {source};' in out, out[-3000:]
+    n = size//2
+    said = sorted(re.findall(rf'rank (\d) of {size} \(local (\d) of {n} on node (\d) of 2, [^)]*\) on cpu over gloo, from {source}: weights ([0-9a-f]{{8}})', out))
+    assert [tuple(map(int, o[:3])) for o in said]==[(i,i%n,i//n) for i in range(size)], out[-3000:]
+    assert float(re.search(r'accuracy: ([\d.]+)', out)[1])>.85
+    assert len({o[3] for o in said})==1 and out.count('accuracy: ')==1
