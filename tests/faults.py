@@ -12,7 +12,7 @@ from fastdist.lifeline import lifeline
 from accelerate.state import PartialState
 
 import_module('torch._dynamo') # DDP imports it when it is made, for two seconds; forked ranks have it then
-bs,n_steps,n_valid,patience = 4,5,24,3.
+bs,n_steps,n_valid,patience = 4,4,24,3.
 survivable = [c.__name__ for c in cancels]+['RuntimeError','NaN','SIGINT']
 fatal = ['SIGTERM','SIGKILL','dead loop']
 calls_back = 'before_fit','callback','validation','get_preds'
