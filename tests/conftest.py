@@ -2,6 +2,7 @@ import os,pytest,sys
 from importlib import import_module
 from hypothesis import settings
 from procs import Warm
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None) # or each new process compiles fastdist again
@@ -16,11 +17,18 @@ def pytest_configure(config):
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
 
 def pytest_collection_modifyitems(items):
-    "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout; what one worker has to do alone comes first"
-    items[:] = sorted([o for o in items if o.function.__module__==o.module.__name__], key=lambda o: not o.get_closest_marker('xdist_group'))
+    "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout"
+    items[:] = [o for o in items if o.function.__module__==o.module.__name__]
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))
+
+class OneByOne(LoadScopeScheduling):
+    "Each test goes to the worker that is free, but for those that share what takes long to make or keeps all cores busy, which one worker does first"
+    together = 'test_faults','test_users','test_slurm'
+    def _split_scope(self, nodeid): return 'together' if any(f'{o}.py' in nodeid for o in self.together) else nodeid
+
+def pytest_xdist_make_scheduler(config, log): return OneByOne(config, log)
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)

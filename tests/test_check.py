@@ -119,6 +119,7 @@ def test_torchrun(warm):
 script = """from fastai.basics import *
 from fastdist.check import main
 from fastdist.comm.collectives import grouped
+from procs import *
 class Fault(Callback):
     def after_step(self):
         if not grouped() or torch.distributed.get_rank()==0: return

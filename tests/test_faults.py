@@ -4,7 +4,7 @@ from faults import *
 from fastcore.test import test_eq,test_close
 from procs import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group('many'), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # a worker is ahead by as much as it happens to be; one process spoils all samples of the batch, not those of one rank
 unlike_one_process = [('SIGINT','data worker'), ('NaN','forward'), ('NaN','backward')]

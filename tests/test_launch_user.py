@@ -16,7 +16,7 @@ from procs import *
 pytestmark = pytest.mark.timeout(120)
 cpu = partial(Accelerator, compute_setup='cpu')
 
-def script(code, *cmd, **kw):
+def script(code, *cmd, run=run, **kw):
     "Stdout and stderr of the script `code`"
     Path('script.py').write_text(dedent(code))
     return run(*(cmd or [sys.executable]), 'script.py', **kw)
@@ -115,9 +115,8 @@ def test_every_frame_is_shown_to_who_asks(monkeypatch, how, files):
     except RankError as e: test_eq([Path(o).name for o,_ in frames(e.msg)][:5 if how else None], files)
     else: assert False
 
-@pytest.mark.launcher
-def test_under_torchrun_the_user_s_frames_are_found_at_a_glance():
-    _,err = script(broken+contexts, *torchrun(n=3), rc=1)
+def test_under_torchrun_the_user_s_frames_are_found_at_a_glance(warm):
+    _,err = script(broken+contexts, *torchrun(n=3), run=warm, rc=1)
     ours = [o for o in err.splitlines() if o.startswith('[rank')]
     mine = [o for o in ours if o.startswith('[rank1]')]
     assert frames('\n'.join(mine))[-1][1]=='after_batch' and len(frames('\n'.join(mine)))==3 and len(mine)<20

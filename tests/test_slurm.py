@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from procs import *
 
-pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.xdist_group('many'), pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(480)]
 script = examples/'slurm/train.py'
 env = env | dict(PATH=f"{bin_}:{os.environ['PATH']}:/usr/sbin:/sbin", PYTHONUNBUFFERED='')
 host,user = socket.gethostname().partition('.')[0],getpass.getuser()

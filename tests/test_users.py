@@ -21,7 +21,7 @@ from procs import *
 sys.path.append(str(here/'users'))
 from _start import as_one,screen
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group('many')]
+pytestmark = [pytest.mark.slow]
 folder = here/'users'
 scripts = {p.stem:p for p in sorted(folder.glob('[!_]*.py'))}
 defaults = dict(ranks=['2'], start=['ranks'], under=[], compared=['all'], alone=['yes'], shows=[], hides=[], fails=[], last=[])
@@ -84,7 +84,7 @@ class Terminals:
         if how=='one' and not w.alone: return
         text = as_one(w.path.read_text(), w.n) if how=='one' else w.path.read_text()
         job = dict(path=w.path, text=text, n=w.n if how=='fork' and w.start=='ranks' else 0)
-        return self.warm.ask(**job if how in ('fork','one') else dict(cmd=list(map(str, command(how, w.path, w.n))), timeout=60))
+        return self.warm.ask(**job if how in ('fork','one') else dict(cmd=list(map(str, command(how, w.path, w.n))), real=bool(w.fails), timeout=60))
 
     def __call__(self, name, how): return self.shown[name,how].result()
 

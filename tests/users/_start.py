@@ -60,6 +60,8 @@ def python(*args):
 # Launchers in this process, whose ranks are forks of it
 
 def _rank(*args):
+    for o in (signal.SIGTERM,signal.SIGHUP,signal.SIGQUIT): signal.signal(o, signal.SIG_DFL) # the agent has handlers of its own
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = code_of(python, *args)
     if code: os._exit(code)
 
@@ -86,10 +88,10 @@ def fork_ranks(path, text, n):
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(n)]
     os._exit(next((abs(o) for o in codes if o), 0))
 
-def lead(path=None, text=None, n=0, cmd=None):
-    "In the session of the new terminal: run `cmd`, or the script, in `n` ranks or in this process"
+def lead(path=None, text=None, n=0, cmd=None, real=False):
+    "In the session of the new terminal: run `cmd`, or the script, in `n` ranks or in this process; `real` where what a launcher says of a rank's end is the point"
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if cmd and Path(cmd[0]).name in ('torchrun','accelerate'): os._exit(code_of(launch, Path(cmd[0]).name, *cmd[1:]))
+    if cmd and not real and Path(cmd[0]).name in ('torchrun','accelerate'): os._exit(code_of(launch, Path(cmd[0]).name, *cmd[1:]))
     if cmd: os.execvp(cmd[0], cmd)
     if n: fork_ranks(path, text, n)
     os._exit(code_of(script, path, text))
@@ -171,6 +173,7 @@ def screen(raw):
 
 def serve(at):
     "Fork a process for each job that comes to the socket `at`"
+    CDLL(None).prctl(1, signal.SIGTERM) # PR_SET_PDEATHSIG: end with the tests, however they end
     with Listener(at) as listener:
         print('ready', flush=True)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
