@@ -156,6 +156,33 @@ def _handle(self:ControlConnection, msg, line):
     if self.rank==0 and self._relays(msg): self._send(line.rank, **msg)
     getattr(self, '_on_'+msg.pop('kind'))(**msg)
 
+# %% ../../nbs/19_comm.control.ipynb #22814bcd
+@patch
+def _send(self:ControlConnection, but=None, **msg):
+    "Send `msg` over all lines but that to rank `but`"
+    for o in list(self.lines.values()):
+        if o.rank!=but and o.rank not in self.left: o.send(**msg)
+
+@patch
+def tell(self:ControlConnection,
+    kind:str, # The method `_on_{kind}` handles it
+    **fields # Of plain values; `rank` is this rank where it is not given
+):
+    "Send a message to all ranks, this one included"
+    fields = dict(rank=self.rank)|fields
+    self._send(kind=kind, **fields)
+    getattr(self, '_on_'+kind)(**fields)
+
+@patch
+def tell_rank0(self:ControlConnection,
+    kind:str, # As for `tell`
+    **fields # As for `tell`
+):
+    "Send a message to rank 0, which does not pass it on"
+    fields = dict(rank=self.rank)|fields
+    if self.rank: self._send(kind=kind, **fields)
+    else: getattr(self, '_on_'+kind)(**fields)
+
 # %% ../../nbs/19_comm.control.ipynb #ce1eebc0
 @patch
 def _on_bye(self:ControlConnection, rank, ranks):
@@ -197,38 +224,6 @@ def _next_look(self:ControlConnection): return self.looked+self.tick
 @patch
 def _relays(self:ControlConnection, msg): return msg['kind'] in self.relayed
 
-# %% ../../nbs/19_comm.control.ipynb #22814bcd
-@patch
-def _send(self:ControlConnection, but=None, **msg):
-    "Send `msg` over all lines but that to rank `but`"
-    for o in list(self.lines.values()):
-        if o.rank!=but and o.rank not in self.left: o.send(**msg)
-
-@patch
-def tell(self:ControlConnection,
-    kind:str, # The method `_on_{kind}` handles it
-    **fields # Of plain values; `rank` is this rank where it is not given
-):
-    "Send a message to all ranks, this one included"
-    fields = dict(rank=self.rank)|fields
-    self._send(kind=kind, **fields)
-    getattr(self, '_on_'+kind)(**fields)
-
-@patch
-def tell_rank0(self:ControlConnection,
-    kind:str, # As for `tell`
-    **fields # As for `tell`
-):
-    "Send a message to rank 0, which does not pass it on"
-    fields = dict(rank=self.rank)|fields
-    if self.rank: self._send(kind=kind, **fields)
-    else: getattr(self, '_on_'+kind)(**fields)
-
-# %% ../../nbs/19_comm.control.ipynb #f75c075e
-def control_connection()->ControlConnection: # `None` outside of a job
-    "Return the control connection of this process"
-    return first(_live)
-
 # %% ../../nbs/19_comm.control.ipynb #8d78c548
 @patch
 def close(self:ControlConnection):
@@ -253,3 +248,8 @@ def _drop_all():
     for o in list(_live): o._drop()
 
 os.register_at_fork(after_in_child=_drop_all)
+
+# %% ../../nbs/19_comm.control.ipynb #f75c075e
+def control_connection()->ControlConnection: # `None` outside of a job
+    "Return the control connection of this process"
+    return first(_live)

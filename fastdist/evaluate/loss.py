@@ -21,6 +21,8 @@ __all__ = ['stated', 'is_summed', 'has_normaliser', 'normaliser', 'often_ignores
 # %% ../../nbs/41_evaluate.loss.ipynb #957e854e
 import torch,numpy as np
 from functools import partial as Partial
+from inspect import signature
+from types import FunctionType
 from torch import nn
 from torch.nn import functional as F
 from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
@@ -107,17 +109,23 @@ def loss_module(loss_func)->nn.Module: # An empty one where there is none
 def _theirs(o): return (getattr(o, '__module__', None) or '').partition('.')[0] in ('torch','fastai')
 
 def _says(f):
-    "Is `f` a function of torch or fastai, or an object whose computation is theirs, so that its `reduction` can be believed?"
+    "Return whether `f` is a function of torch or fastai, or an object whose computation is theirs"
     if isinstance(f, Partial): return _says(f.func)
     if isinstance(f, BaseLoss): return _theirs(type(f).__call__) and _says(f.func)
     if isinstance(f, nn.Module): return 'forward' not in vars(f) and _theirs(type(f).forward)
     return _theirs(f if hasattr(f, '__name__') else type(f).__call__)
 
+# %% ../../nbs/41_evaluate.loss.ipynb #820d80d7
+def _can_say(f):
+    "Return whether `f` has a `reduction`, by default at least; fastai's `GANLoss` has none, and calls functions of the user's"
+    if isinstance(f, Partial): return 'reduction' in f.keywords or _can_say(f.func)
+    return stated(f) is not None or isinstance(f, FunctionType) and 'reduction' in signature(f).parameters
+
 def is_opaque(loss_func)->bool:
     "Return whether only a trial tells how `loss_func` reduces; two means with different denominators in one loss are no better"
     f = getattr(loss_func, 'func', loss_func) if not isinstance(loss_func, Partial) else loss_func
     if isinstance(f, LabelSmoothingCrossEntropy) and f.weight is not None: return f.reduction=='mean'
-    return not (_mixed(loss_func) or _says(loss_func))
+    return not (_mixed(loss_func) or _says(loss_func) and _can_say(loss_func))
 
 # %% ../../nbs/41_evaluate.loss.ipynb #71e25a03
 def how_reduced(

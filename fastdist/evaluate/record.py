@@ -42,7 +42,9 @@ def one_record(
 class OneRecord(JobCallback):
     "Give the recorders of all ranks the same numbers"
     order = Recorder.order-.01
-    def __init__(self, phases): self.phases,self.times,self.differing = phases,0,set()
+    def __init__(self, **parts):
+        super().__init__(**parts)
+        self.times,self.differing = 0,set()
     def after_epoch(self):
         if self.phases.fitting: self.agree()
 
@@ -50,6 +52,7 @@ class OneRecord(JobCallback):
 @patch
 def agree(self:OneRecord):
     "Take the numbers of rank 0, and name those that differ"
+    if self.phases.size==1: return
     rec,self.times = getattr(self.learn, 'recorder', None),self.times+1
     log,found = one_record(getattr(rec, 'log', None))
     if log is not None: rec.log = L(log)
@@ -70,5 +73,6 @@ def one_set_of_numbers(
     record:OneRecord # Of this fit
 ):
     "See that all ranks record the same inside this context"
-    with learn.added_cbs(record): yield
-    if not record.times: record.agree()
+    with learn.added_cbs(record):
+        yield
+        if not record.times: record.agree()

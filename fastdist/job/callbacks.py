@@ -20,6 +20,7 @@ class JobCallback(Callback):
     "Base of callbacks that are on a Learner only while it is in a job: no file of the Learner holds them"
     __setattr__ = object.__setattr__ # fastai's looks for each name in the Learner and its model, to warn of one that is there too
     silent = staticmethod(lambda: False) # Return whether no event is answered at the moment
+    def __init__(self, **parts): vars(self).update(parts) # by no name of a parameter, or trackers that log a callback's arguments would log a whole Learner
     def __call__(self, event_name):
         "Answer `event_name`; in the events of a batch without fastai's look at `run`, which takes longer than most answers"
         if self.silent(): return

@@ -24,7 +24,7 @@ from .proxy import *
 class Buffers(JobCallback):
     "Make the buffers of all ranks those of one process, or name them"
     order = 11.03 # after `Weigh`
-    def __init__(self, phases, layout): self.phases,self.layout,self.silent,self.moved,self.named = phases,layout,phases.alone,False,set()
+    def __init__(self, **parts): super().__init__(silent=parts['phases'].alone, moved=False, named=set(), **parts)
 
     def before_train(self): self.moved = True
     def before_validate(self):

@@ -47,19 +47,23 @@ def vote(
     res = line.agree(mine, name) if line else mine
     return cancels[res-1] if res else None
 
-# %% ../../nbs/66_train.events.ipynb #8d183791
+# %% ../../nbs/66_train.events.ipynb #c8125d43
 def _codes(code):
     yield code
     for o in code.co_consts:
         if isinstance(o, CodeType): yield from _codes(o)
 
+def _closed_over(f):
+    for c in f.__closure__ or ():
+        with suppress(ValueError): yield c.cell_contents # a cell is empty while its function is being defined
+
+# %% ../../nbs/66_train.events.ipynb #8d183791
 def _cancels(f, depth=3):
     "Does the code of `f`, or of a function that it names, name an exception that cancels?"
     f = getattr(f, '__func__', f)
+    f = inspect.unwrap(f) if isinstance(f, FunctionType) else f
     if not isinstance(f, FunctionType) or not depth: return False
-    f = inspect.unwrap(f)
-    cells = [c.cell_contents for c in f.__closure__ or () if c!=type(c)()]
-    named = [f.__globals__.get(n) for c in _codes(f.__code__) for n in c.co_names] + cells
+    named = [f.__globals__.get(n) for c in _codes(f.__code__) for n in c.co_names] + list(_closed_over(f))
     return any(isinstance(o, cancels) or isinstance(o, type) and issubclass(o, cancels) or _cancels(o, depth-1) for o in named)
 
 def decides(

@@ -23,8 +23,9 @@ from .gradients import *
 # %% ../../nbs/74_train.passes.ipynb #21fb2398
 class Passes(JobCallback):
     "Base of the callback that weighs: it sees backward passes, and averages what the layout does not"
-    def __init__(self, phases, layout, weights):
-        self.phases,self.layout,self.weights,self.reduction,self.silent = phases,layout,weights,weights.reduction,phases.alone
+    def __init__(self, **parts):
+        super().__init__(**parts)
+        self.reduction,self.silent = self.weights.reduction,self.phases.alone
         self._reset()
 
     def _reset(self): self.window,self.hooks,self.watched,self.due,self.passes,self.added = Window(),ExitStack(),[],False,0,False

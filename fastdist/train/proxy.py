@@ -42,7 +42,7 @@ def own_model(
 # %% ../../nbs/62_train.proxy.ipynb #eb3fe2a4
 class WrapperCallback(Callback):
     "Base of callbacks that lend a Learner a wrapper for its forward pass, from when they are added until they are removed"
-    order,_through,_fitting,_lent = 11,None,False,('_with_events',)
+    order,size,_through,_fitting,_lent = 11,1,None,False,('_with_events',)
     __setattr__ = object.__setattr__ # fastai's looks for each name in the Learner and its model, to warn of one that is there too
     def __call__(self, event_name):
         "Answer `event_name` where there is an answer; to look for one in the Learner would take longer than most answers"
@@ -61,15 +61,17 @@ class WrapperCallback(Callback):
 
 # %% ../../nbs/62_train.proxy.ipynb #9db3f6e0
 @patch
-def _be_alone(self:WrapperCallback):
-    "Raise `RuntimeError` where another wrapper has the Learner, of which this one would make nothing"
+def be_alone(self:WrapperCallback,
+    size=1 # Number of ranks that this callback trains on
+):
+    "Raise `RuntimeError` where another wrapper has the Learner, and one of both trains on several ranks: only the second would train"
     other = getattr(vars(self.learn).get('_with_events'), '__self__', None)
-    if isinstance(other, WrapperCallback) and other is not self: raise RuntimeError(f'You add {type(self).__name__} to a Learner that trains through {type(other).__name__}. '
+    if isinstance(other, WrapperCallback) and other is not self and max(size, other.size)>1: raise RuntimeError(f'You add {type(self).__name__} to a Learner that trains through {type(other).__name__}. '
         'HINT: use distrib_ctx, for ranks, or parallel_ctx, for the GPUs of one process, and not both')
 
 @patch
 def _lend(self:WrapperCallback):
-    self._be_alone()
+    self.be_alone()
     for k in self._lent: setattr(self.learn, k, getattr(self, '_on_'+k.lstrip('_')))
 @patch
 def _return(self:WrapperCallback):

@@ -90,6 +90,7 @@ def _lend(self:DistributedTrainer):
     _warn_lone(os.environ)
     w = self.accelerator.world
     if w.size==1 and _asks_for_nothing(self.options, os.environ): return
+    self.be_alone(w.size)
     self.job = Job(self.learn, w, dict(self.options), self.patience)
     self.accelerator.adopt(self.job.member, self.job.live.acc)
     self._make_parts(w)
@@ -104,8 +105,9 @@ def _make_parts(self:DistributedTrainer, w):
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
     self.layout = Replicated(job.live, job.line.exchanges, self.sync_bn) if w.size>1 else Layout(job.live.prepare)
     weights = Weights(self.phases, Reduction(learn, w))
-    self.weigh,self.evaluate = Weigh(self.phases, self.layout, weights, job.live.sync_each),Evaluate(self.phases, weights, weights.reduction)
-    job.help(self.weigh, self.evaluate, Buffers(self.phases, self.layout))
+    parts = dict(phases=self.phases, weights=weights)
+    self.weigh,self.evaluate = Weigh(layout=self.layout, sync_each=job.live.sync_each, **parts),Evaluate(reduction=weights.reduction, **parts)
+    job.help(self.weigh, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
 @patch

@@ -35,9 +35,7 @@ from .passes import *
 class Weigh(Passes):
     "Weigh the loss of this rank's batch, and make gradients and losses those of all ranks"
     order = 11.02 # after the trainer and `Evaluate`
-    def __init__(self, phases, layout, weights, sync_each):
-        self.sync_each,self.terms = sync_each,Terms(phases, weights)
-        super().__init__(phases, layout, weights)
+    def __init__(self, **parts): super().__init__(terms=Terms(parts['phases'], parts['weights']), **parts)
 
     def _reset(self):
         super()._reset()
