@@ -43,36 +43,36 @@
 - `fastdist.job.tracebacks`: Errors shown once, with the user's own code at a glance
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
-- `fastdist.observe.bench`: What an exchange and a step take on this machine
+- `fastdist.observe.bench`: Times of an exchange and of a step on this machine
 - `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
-- `fastdist.observe.findings`: What is known of a job beforehand, compared with what is found
+- `fastdist.observe.findings`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
-- `fastdist.state.home`: What ranks have trained, written into the object that the head holds
+- `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.train.agreement`: A callback that runs the Learner's events, so that all ranks do what one decides
-- `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, lent to the user's own modules
-- `fastdist.train.buffers`: What forward passes change in a model, as one process would have it, or said
-- `fastdist.train.consistency`: What all ranks must have alike when a fit begins, compared in one exchange
+- `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
+- `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
+- `fastdist.train.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
 - `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
 - `fastdist.train.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
-- `fastdist.train.layout`: How parameters lie on ranks: the one seam between a Learner's training and DDP
+- `fastdist.train.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
 - `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
-- `fastdist.train.terms`: What callbacks make of a loss, seen on its graph
+- `fastdist.train.terms`: Terms that callbacks add to a loss, recognised on its graph
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
-- `fastdist.train.weights`: What the batch of this rank weighs in the global batch"""
+- `fastdist.train.weights`: Weight of this rank's batch in the global batch"""
 
 from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel

@@ -84,12 +84,15 @@ def _in_group(self:Accelerator, opts):
 
 # %% ../nbs/92_accelerator.ipynb #32e3fdd7
 class CastBatch(Callback):
-    "Gives batches the precision of `accelerator`"
+    "Casts batches to the precision of `accelerator`"
     order,run_valid = 5,True
     def __init__(self,
         accelerator:RankAccelerator # Its `prepare_batch` is called
     ): self.accelerator = accelerator
-    def before_batch(self): self.learn.xb,self.learn.yb = self.accelerator.prepare_batch(self.xb),self.accelerator.prepare_batch(self.yb)
+
+    def before_batch(self):
+        "Prepare inputs and targets"
+        self.learn.xb,self.learn.yb = self.accelerator.prepare_batch(self.xb),self.accelerator.prepare_batch(self.yb)
 
 @patch
 @contextmanager
@@ -108,7 +111,7 @@ def _training(self:Accelerator, instance):
 @patch
 def worker(self:Accelerator,
     rank:int, # This process's rank; `None` for what the launcher says
-    instance, # What `fun` belongs to, or `None`
+    instance, # Object that `fun` is a method of, or `None`
     fun:callable, # Called with `args` and `kwargs`
     args:tuple=(), # For `fun`
     kwargs:dict=None # For `fun`
@@ -153,7 +156,7 @@ def distribute(self:Accelerator,
 # %% ../nbs/92_accelerator.ipynb #e3092655
 @patch
 def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, show_all):
-    "Start ranks that call `fun`, and bring home what they trained"
+    "Start ranks that call `fun`, and write what they trained into `instance`"
     if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
     res = start_ranks(partial(_in_rank, self, instance, fun, args, kwargs), self._nprocs, start, all_ranks, show_all)
     values,states = zip(*res) if all_ranks else zip(res)

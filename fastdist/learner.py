@@ -115,7 +115,7 @@ Learner._do_fit = _warning(unwrap(Learner._do_fit))
 def blamed(
     learn # A Learner inside a context
 ):
-    "Raise an error of one rank on all ranks, inside the context"
+    "Return a context manager that raises an error of one rank on all ranks"
     job = first(o.job for o in learn._grab_cbs(DistributedTrainer))
     try: yield
     except BaseException as e:
@@ -158,7 +158,7 @@ def distrib_ctx(self:Learner,
 @patch
 @contextmanager
 def preds_on_rank0(self:Learner):
-    "Give the predictions of all ranks to rank 0 alone inside this context; `get_preds` gives the others `None` for each of its results"
+    "Return a context manager in which `get_preds` returns predictions on rank 0 alone; on other ranks it returns `None` for each of its results"
     cbs = [cb for cb in self._grab_cbs(DistributedTrainer) if cb.evaluate is not None]
     for cb in cbs: cb.evaluate.dst = 0
     if any(cb.size>1 and cb.job.world.rank for cb in cbs): self.get_preds = partial(_nothing, self)
@@ -188,7 +188,9 @@ def take_over():
 take_over()
 
 # %% ../nbs/90_learner.ipynb #6be1ffe9
-def print_once(*args, **kwargs):
+def print_once(
+    *args, **kwargs # For `print`
+):
     "Call `print` on rank 0, and in a process without a group"
     if not (dist.is_initialized() and dist.get_rank()): print(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Files written once for all ranks, and read by any fastai
 
 On several ranks, the tempting way is to save on rank 0 and to put a barrier behind it. When rank 0 finds the disk full, the others wait at the barrier until the
-timeout; when a single rank loads, so does it. And an export inside the context takes along the callbacks and the methods that are lent to the Learner, so nobody can
-read it who has no fastdist.
+timeout; when a single rank loads, it waits too. And an export inside the context contains the callbacks and the methods that fastdist adds to the Learner, so reading it
+needs fastdist.
 
 Here rank 0 writes a file that is complete or not there, and the others of its job hear whether it succeeded. The file is a plain one of fastai, in both directions."""
 
@@ -86,7 +86,7 @@ fastai.learner.distrib_barrier = _barrier_outside_jobs
 
 # %% ../nbs/91_saving.ipynb #26151f8f
 def _is_ours(o):
-    "Return whether unpickling `o`, a callback or a method that is lent for one, needs fastdist"
+    "Return whether unpickling `o`, a callback or a method of one, needs fastdist"
     while isinstance(o, partial): o = o.func
     if ismethod(o): o = o.__self__
     return any(str(getattr(c, '__module__', '')).split('.')[0]=='fastdist' for c in (o, *type(o).__mro__))

@@ -1,4 +1,4 @@
-"""What an exchange and a step take on this machine
+"""Times of an exchange and of a step on this machine
 
 How long a step takes on N ranks depends on the network, the cores and the model, and nobody knows it beforehand.
 
@@ -91,8 +91,13 @@ def bus_bandwidth(
 class StepTimes(Callback):
     "Records when each training step ends, in `stamps`"
     order,run_valid = 1000,False
-    def before_fit(self): self.stamps = []
-    def after_batch(self): self.stamps.append(_clock(self.dls.device))
+    def before_fit(self):
+        "Begin without times"
+        self.stamps = []
+
+    def after_batch(self):
+        "Record the time when the device is done"
+        self.stamps.append(_clock(self.dls.device))
 
 def step_time(
     learn:Learner # Fitted for two epochs

@@ -36,13 +36,19 @@ class DesyncCheck(Callback):
     ): self.every = every
 
     def before_fit(self):
+        "Count steps from 0, and take over the check at the end of an epoch's training"
         self.n_steps = 0
         for o in self.learn._grab_cbs(DistributedTrainer): o.compares = False # the end of an epoch is checked here
-    def before_train(self): self.began = fingerprints(own_buffers(self.model)) if grouped() else {}
+    def before_train(self):
+        "Note what buffers hold when the epoch begins"
+        self.began = fingerprints(own_buffers(self.model)) if grouped() else {}
     def after_step(self):
+        "Compare every `every` steps"
         self.n_steps += 1
         if self.n_steps%self.every==0: self._check()
-    def after_train(self): self._check(at_end=bool(self.learn._grab_cbs(DistributedTrainer)))
+    def after_train(self):
+        "Compare when an epoch's training ends"
+        self._check(at_end=bool(self.learn._grab_cbs(DistributedTrainer)))
 
 # %% ../../nbs/80_observe.desync.ipynb #fc21528b
 @patch

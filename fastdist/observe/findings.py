@@ -1,4 +1,4 @@
-"""What is known of a job beforehand, compared with what is found
+"""Facts of a job that are known beforehand, compared with what is found
 
 Tests that pass elsewhere say little about your cluster, where a network interface, a driver or a launcher's configuration is another. What goes wrong there
 is rarely an error. Two ranks share a GPU, the launcher starts one process, all-reduce takes the slow network, and training goes on, slower or worse.
@@ -27,7 +27,7 @@ from ..state.replicas import *
 # %% ../../nbs/82_observe.findings.ipynb #ed7ffd0a
 @dataclass(frozen=True)
 class Finding:
-    "The result of a check; one with a `hint` has failed"
+    "Result of a check; one with a `hint` has failed"
     name:str # What was checked
     found:str # In words
     hint:str='' # What to do about it; empty where all is well
@@ -68,8 +68,8 @@ def missing_ranks(
     n:int, # Number of ranks
     nprocs:int=None, # From `--nprocs`
     env:dict=None # Environment variables; this process's own by default
-)->tuple: # What asked for it, and a hint; `None` where nobody did
-    "Return who asked for another number of ranks than `n`, with a hint"
+)->tuple: # Its name, and a hint; `None` where there is none
+    "Return the option or the variable that asks for another number of ranks than `n`, with a hint"
     env = os.environ if env is None else env
     if nprocs and nprocs!=n: return f'--nprocs {nprocs}','let the launcher start as many, or leave --nprocs out'
     for k in ('OMPI_COMM_WORLD_SIZE','PMI_SIZE'):

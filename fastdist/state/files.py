@@ -69,6 +69,6 @@ def _unwrap_names(model, state, *_):
 def any_names(
     model:nn.Module # Not wrapped
 ): # Yields `model`
-    "Let `model` load state dicts of itself and of itself in a wrapper, inside the context"
+    "Return a context manager in which `model` loads state dicts with and without a wrapper's prefix"
     has_hooks = not isinstance(model, torch.jit.ScriptModule)
     with model.register_load_state_dict_pre_hook(_unwrap_names) if has_hooks else nullcontext(): yield model

@@ -1,9 +1,9 @@
-"""What ranks have trained, written into the object that the head holds
+"""The state that ranks have trained, written into the object that the head holds
 
 The head has a Learner, ranks train copies of it, and afterwards the user expects what one process gives: this Learner, trained. Rank 0 takes a snapshot, and the head writes
 it into what is there.
 
-What can go wrong is that it does not fit. A callback adds a layer on the ranks, and the head's model has none of that name; or an optimizer steps parameters that the head
+The snapshot may not fit. A callback adds a layer on the ranks, and the head's model has none of that name; or an optimizer steps parameters that the head
 does not know. The tempting way is to write what fits. Then half of a night's training is lost without a word.
 
 So it is all or nothing. The model takes on what is new, where it can be sent. Where not, the Learner stays as it was, and everything that came back is in a file that an error names."""
@@ -27,9 +27,9 @@ from .snapshot import *
 # %% ../../nbs/55_state.home.ipynb #21639f01
 def state_away(
     o, # A Learner, or an object with `model` and `optimizer`, on rank 0
-    was:dict=None # The `form` that its model had in the head; that of now by default
+    was:dict=None # The `form` that its model had in the head; the present one by default
 )->dict: # A snapshot, with the model itself in `whole` where it has grown and can be pickled
-    "Return what the head needs of `o`"
+    "Return the state of `o` that the head needs"
     res,model = sendable(snapshot(o)),model_and_opt(o)[0]
     return res | dict(whole=model if was and was!=res['form'] and can_pickle(model) else None)
 
@@ -51,7 +51,7 @@ def _check_fits(model, opt, state):
     if why: raise HomeError(why, _write_new(state))
 
 def _grow(o, model, whole):
-    "Let `o` have a model of the form of `whole`, on the device where its model is"
+    "Give `o` a model of the form of `whole`, on the device of its model"
     device = first(p.device for p in model.parameters())
     res = grown(model, whole)
     for t in chain(res.parameters(), res.buffers()): t.data = t.data.clone().to(device)

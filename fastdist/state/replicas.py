@@ -78,7 +78,7 @@ def _named_params(learn):
 def learner_state(
     learn:Learner # With an optimizer
 )->dict: # Name -> tensor or plain value
-    "Return all that must be the same on all ranks after each step: causes first, then what they have an effect on"
+    "Return the values that must be the same on all ranks after each step: causes of a difference first, then its effects"
     params,state = _named_params(learn),getattr(learn.opt, 'opt', learn.opt).state
     hypers = [(f'{k} of parameter group {i}', v) for i,h in enumerate(learn.opt.hypers) for k,v in h.items()]
     stats = [(f'optimizer state of {n}: {k}', v) for n,p in params.items() for k,v in state.get(p, {}).items()]
@@ -109,7 +109,7 @@ def all_alike(
 def differing(
     tables:list # Of all ranks
 )->dict: # Name -> `(a rank that has it as most do, the ranks that do not)`
-    "Return what is not the same in all `tables`; of two values that are as frequent, that of the lower rank counts"
+    "Return the names whose values differ between `tables`; the most frequent value counts as right, of two as frequent that of the lower rank"
     res = {}
     for n in dict.fromkeys(n for t in tables for n in t):
         vals = [t.get(n) for t in tables]
@@ -164,7 +164,7 @@ def compare_replicas(
 def share_buffers(
     bufs:dict # Name -> buffer, changed in place
 )->list: # Names of those that ranks had different
-    "Give all ranks rank 0's values of those of `bufs` that differ between them; one collective, of 16 bytes, where none does"
+    "Copy rank 0's values of those of `bufs` that differ to all ranks; one collective of 16 bytes where none does"
     if not bufs or all_alike(table := fingerprints(bufs)): return []
     names = list(differing(gather_objs(table)))
     with torch.no_grad():

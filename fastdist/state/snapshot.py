@@ -1,6 +1,6 @@
 """The state of a Learner as one value: taken, put back, and listed by name
 
-Much has to know what a Learner is at some moment. A launch brings home what ranks have trained, a search for a learning rate goes back to where it began, a file holds it
+Several parts need the state of a Learner at some moment. A launch returns what ranks have trained, a search for a learning rate goes back to where it began, a file holds it
 until tomorrow. It is more than weights: the state and the hyperparameters of the optimizer, which parameters are frozen, the recorder's curve and table, what a callback
 has counted, where the loaders' shuffles go on.
 
@@ -36,7 +36,7 @@ def is_trainable(
 def model_and_opt(
     o # A Learner, or an object with `model` and `optimizer`
 )->tuple: # The model without a wrapper, and the optimizer
-    "Return what a step changes"
+    "Return the model and the optimizer of `o`, which a step changes"
     return extract_model_from_parallel(o.model),o.opt if isinstance(o, Learner) else o.optimizer
 
 # %% ../../nbs/52_state.snapshot.ipynb #2f6d0e6b
@@ -168,7 +168,7 @@ def restore(
     o, # A Learner, or an object with `model` and `optimizer`, whose model has the same form
     snap:dict # From `snapshot`; parts that it lacks stay as they are
 ):
-    "Write copies of what is in `snap` into the objects that `o` has"
+    "Write copies of the values of `snap` into the objects of `o`"
     if isinstance(o, Learner) and o.opt is None and snap.get('opt'): o.create_opt()
     model,opt = model_and_opt(o)
     if 'model' in snap: _restore_model(model, snap)
@@ -180,14 +180,14 @@ def leaves(
     name:str, # What the names begin with
     v # A value
 )->list: # Pairs of a name with dots and a value that is no list or dict
-    "Return what `v` holds, each with its name"
+    "Return the values that `v` holds, each with its name"
     its = v.items() if isinstance(v, dict) else enumerate(v) if isinstance(v, (list,tuple,L)) else None
     return [(name, v)] if its is None else [o for k,x in its for o in leaves(f'{name}.{k}' if name else f'{k}', x)]
 
 def split_plain(
     snap:dict # From `snapshot`
 )->tuple: # Two snapshots: of kind `plain`, and the rest
-    "Return what of `snap` can be read without pickle, and what cannot; together they are `snap`"
+    "Return the values of `snap` that can be read without pickle, and the others"
     plain = {(p,k) for p,vs in snap.items() for k,v in vs.items() if kind_of(v)==Kind.plain}
     return tuple({p:{k:v for k,v in vs.items() if ((p,k) in plain)==mine} for p,vs in snap.items()} for mine in (True,False))
 
@@ -202,7 +202,7 @@ def can_pickle(
 def sendable(
     snap:dict # From `snapshot`
 )->dict: # `snap` without what cannot be pickled; that is named in its part `left`
-    "Return what of `snap` can travel to another process"
+    "Return the values of `snap` that can be sent to another process"
     odd = {(p,k,a):v for p in ('at','cbs','attrs') for k,vs in snap.get(p, {}).items() for a,v in (vs.items() if p=='cbs' else [(None,vs)]) if kind_of(v)<Kind.value}
     if can_pickle(odd): return snap
     left = [k for k,v in odd.items() if not can_pickle(v)]

@@ -1,10 +1,10 @@
 """The attributes of an object that are state, and those that only refer to something
 
-A Learner, a callback and a module keep their state in attributes, and beside it what they work with: the model, loaders, hooks, open files, a progress bar. What trained in
-another process has to come home without these.
+A Learner, a callback and a module keep their state in attributes, and beside it what they work with: the model, loaders, hooks, open files, a progress bar. The state that
+another process has trained must come back without these.
 
 The tempting way is to pickle each attribute, and to take those for which that succeeds. That writes a data set to find out that it can be written, and it takes a list of
-layers for a list of values: what comes home then are copies of the layers, which train nothing.
+layers for a list of values: what comes back then are copies of the layers, which train nothing.
 
 Here types decide. A copy of a number, a text, an array, a tensor or of a list of them is as good as the original; a copy of what others hold too is not."""
 
@@ -35,14 +35,14 @@ _leaves = int,float,complex,str,bytes,type(None),Tensor,np.ndarray,np.generic,Pa
 _boxes = list,tuple,set,dict,L
 
 class Kind(IntEnum):
-    "The kind of a value; a container is of the lowest kind that it holds, its own included"
+    "Kind of a value; a container has the lowest kind among its own type and its contents"
     refers,other,value,plain = range(4)
 
 def kind_of(
     v, # Anything
-    seen:tuple=() # Containers that are looked into at the moment, by `id`
+    seen:tuple=() # Identities of the containers that are being examined
 )->Kind: # `plain`: numbers, text and tensors, read with `weights_only`; `value`: read by pickle; `other`: perhaps; `refers`: no value
-    "Return the kind of `v`, which its type tells, and the types of what it holds"
+    "Return the kind of `v`, judged by its type and the types of its contents"
     if type(v) in _plain_leaves: return Kind.plain
     if isinstance(v, _refers) or id(v) in seen: return Kind.refers if isinstance(v, _refers) else Kind.value
     if not isinstance(v, _boxes): return Kind.value if isinstance(v, _leaves) else Kind.other
@@ -91,7 +91,7 @@ def set_attributes(
 def preserved(
     *objs # Objects with a `__dict__`
 ):
-    "Restore the class and the attributes of `objs` on leaving, before this process hears of errors of other ranks"
+    "Restore the class and the attributes of `objs` on exit; errors of other ranks are raised after that"
     own,line = [(o, type(o), dict(vars(o))) for o in objs],control_connection()
     try: yield
     finally:

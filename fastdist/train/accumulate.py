@@ -26,13 +26,13 @@ def batch_total(
     dl, # A share, or the loader of one process
     k:int # Number of a batch in the epoch
 )->int: # Samples of all ranks
-    "How many samples batch `k` has"
+    "Return how many samples batch `k` has"
     if hasattr(dl, 'total'): return dl.total(k)
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None) or 1
     return bs if n is None else min(bs, n-k*bs)
 
 class Window:
-    "The batches that make one step of the optimizer"
+    "Batches that make one step of the optimizer"
     def __init__(self,
         every:int=1, # Batches to a step, unless `callback` decides
         callback:GradientAccumulation=None # fastai's, of the same Learner
@@ -42,8 +42,12 @@ class Window:
 
     def __bool__(self): return self.every>1 or self.callback is not None
 
-    def plan(self, dl, k, n_batches):
-        "Look at batch `k` of `total` samples: `scale` is its part of the step, `seen` the samples so far; it may be what `ends` the window"
+    def plan(self,
+        dl, # A share, or the loader of one process
+        k:int, # Number of a batch in the epoch
+        n_batches:int # Batches of the epoch
+    ):
+        "Set for batch `k` its samples `total`, its part of the step `scale`, the samples so far `seen`, and whether it `ends` the window"
         self.total = m = batch_total(dl, k)
         if self.ends: self.seen = self.known = 0
         self.seen += m
@@ -55,16 +59,20 @@ class Window:
 
     def correct(self,
         n:int # Samples that batches had since this was called, or since the window began
-    )->bool: # Were they more than planned, so that the window may have ended too late?
-        "Count the `n` samples that were there, not those that were planned; where they are too few the window goes on"
+    )->bool: # Whether they were more than planned, so that the window may have ended too late
+        "Count the `n` samples that there were instead of those that were planned; where they are too few the window goes on"
         planned,self.known = self.seen-self.known,self.known+n
         self.seen,self.ends = self.known,self.known>=self.callback.n_acc
         return n>planned
 
 # %% ../../nbs/65_train.accumulate.ipynb #1ad1483d
 class AccumulateSteps(Callback):
-    "Leaves out the steps of the optimizer within a window, as fastai's `GradientAccumulation` does"
+    "Skips the steps of the optimizer within a window, as fastai's `GradientAccumulation` does"
     order,run_valid = MixedPrecision.order-4,False
-    def __init__(self, window): self.window = window
+    def __init__(self,
+        window:callable # Returns the `Window` of the fit
+    ): self.window = window
+
     def before_step(self):
+        "Raise `CancelBatchException` unless this batch ends the window"
         if not self.window().ends: raise CancelBatchException()

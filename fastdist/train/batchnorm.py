@@ -1,4 +1,4 @@
-r"""Batch norm over all ranks, on any device, lent to the user's own modules
+r"""Batch norm over all ranks, on any device, in the user's own modules
 
 Batch norm in training depends on the whole batch, so N ranks that each normalise over their own samples do not compute what one process computes.
 torch's `SyncBatchNorm` gathers the statistics over ranks, on GPUs; given a CPU tensor it raises. And `convert_sync_batchnorm` puts new modules
@@ -31,9 +31,9 @@ from ..comm.collectives import *
 # %% ../../nbs/60_train.batchnorm.ipynb #66d20e7f
 def group_stats(
     x:torch.Tensor, # Shape `(n, channels, ...)`; `n` may differ between ranks
-    padding:bool=False # Is `x` only there so that this rank takes part, and counts for nothing?
+    padding:bool=False # Whether `x` is only there so that this rank takes part, and counts for nothing
 )->tuple: # Mean and biased variance of shape `(channels,)`, count
-    "Mean, variance and count of each channel of `x` over all ranks, in one all-gather"
+    "Return mean, variance and count of each channel of `x` over all ranks; one all-gather"
     dims = [d for d in range(x.ndim) if d!=1]
     if padding: x = x[:0]
     n = x.numel()//x.shape[1]
@@ -44,8 +44,10 @@ def group_stats(
     dist.all_gather(all_, mine)
     return combine(torch.stack(all_))
 
-def combine(stats):
-    "Mean, variance and count from rows of means, squared deviations and count"
+def combine(
+    stats:torch.Tensor # For each rank a row of means, sums of squared deviations and the count
+)->tuple: # As from `group_stats`
+    "Return mean, variance and count over all rows of `stats`"
     c = stats.shape[1]//2
     means,devs,ns = stats[:,:c],stats[:,c:2*c],stats[:,-1:]
     n = ns.sum()
@@ -81,10 +83,11 @@ class _GroupNormalise(Function):
 
 # %% ../../nbs/60_train.batchnorm.ipynb #c633d79c
 class _Sync(nn.SyncBatchNorm):
-    "A batch norm that counts the samples of all ranks in training; in evaluation it is what it was"
+    "Batch norm that counts the samples of all ranks in training; its evaluation stays that of its own class"
     process_group,padding = None,False
 
     def forward(self, x):
+        "Normalise `x`, in training with the statistics of all ranks"
         if x.device.type!='cpu': return super().forward(x)
         if not self.training: return _BatchNorm.forward(self, x)
         y,mean,var,n = _GroupNormalise.apply(x if x.dtype==torch.float64 else x.float(), self.weight, self.bias, self.eps, self.padding)
@@ -107,7 +110,7 @@ class SyncBatchNorm3d(_Sync, nn.BatchNorm3d): "`nn.BatchNorm3d` over all ranks"
 _kinds = {nn.BatchNorm1d:SyncBatchNorm1d, nn.BatchNorm2d:SyncBatchNorm2d, nn.BatchNorm3d:SyncBatchNorm3d}
 
 def _sync_class(cls):
-    "The class that stands in for batch norm `cls`, `None` where `cls` has a forward pass of its own"
+    "Return the synchronised class for batch norm `cls`, `None` where `cls` has a forward pass of its own"
     if cls.forward is not _BatchNorm.forward: return
     return _kinds.get(cls) or type('Sync'+cls.__name__, (_Sync,cls), {})
 
@@ -115,13 +118,15 @@ def _sync_class(cls):
 def sync_bn(
     model:nn.Module # Its batch norms are changed in place
 )->list: # What `unsync_bn` needs
-    "Let the batch norms of `model` count the samples of all ranks"
+    "Make the batch norms of `model` count the samples of all ranks"
     swaps = [(m, type(m), _sync_class(type(m))) for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
     for m,_,new in swaps: m.__class__ = new or type(m)
     return swaps
 
-def unsync_bn(swaps):
-    "Give the batch norms of `swaps` their own class back, with the statistics they have by now"
+def unsync_bn(
+    swaps:list # From `sync_bn`
+):
+    "Restore the class of each batch norm in `swaps`; it keeps its statistics"
     for m,old,_ in swaps:
         m.__class__ = old
         vars(m).pop('padding', None)

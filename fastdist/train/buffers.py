@@ -1,4 +1,4 @@
-"""What forward passes change in a model, as one process would have it, or said
+"""Buffers that forward passes change: as one process would have them, or named in a warning
 
 A forward pass in training may change the model: batch norm tracks statistics, and so may a layer of the user's. Each rank sees its slice of a batch, so what it tracks is its own.
 
@@ -22,26 +22,38 @@ from .proxy import *
 
 # %% ../../nbs/76_train.buffers.ipynb #133fee42
 class Buffers(JobCallback):
-    "Make the buffers of all ranks those of one process, or name them"
+    "Makes the buffers of all ranks those of one process, or names them in a warning"
     order = 11.03 # after `Weigh`
-    def __init__(self, **parts): super().__init__(silent=parts['phases'].alone, moved=False, named=set(), **parts)
+    def __init__(self,
+        **parts # `phases` and `layout`
+    ): super().__init__(silent=parts['phases'].alone, moved=False, named=set(), **parts)
 
-    def before_train(self): self.moved = True
+    def before_train(self):
+        "Note that forward passes of training follow"
+        self.moved = True
+
     def before_validate(self):
+        "Share what training has changed so far, and name batch norms without running statistics"
         if self.moved: self.share() # in the midst of training
         if self.phases.current.dl is not None: self._name_batch_stats()
 
     def after_train(self):
+        "Share what training has changed"
         self.share()
         self.moved = False
 
-    def after_validate(self): self.phases.fitting and self.share()
-    def after_fit(self): self.moved and not self.phases.open and self.after_train() # a callback cancelled the fit in the midst of an epoch
+    def after_validate(self):
+        "Share what an evaluation within a fit has changed"
+        self.phases.fitting and self.share()
+
+    def after_fit(self):
+        "Call `after_train` where a callback cancelled the fit in the midst of an epoch"
+        self.moved and not self.phases.open and self.after_train()
 
 # %% ../../nbs/76_train.buffers.ipynb #08537486
 @patch
 def share(self:Buffers):
-    "Average what instance norms track, and give all ranks rank 0's other buffers, where they differ"
+    "Average what instance norms track, and copy rank 0's other buffers to all ranks, where they differ"
     if self.phases.size==1: return
     mine = self.layout.share_tracked(self.moved)
     bufs = {n:b for n,b in self._buffers().items() if id(b) not in mine}

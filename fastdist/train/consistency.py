@@ -1,4 +1,4 @@
-"""What all ranks must have alike when a fit begins, compared in one exchange
+"""Facts that all ranks must share when a fit begins, compared in one exchange
 
 Ranks run one script, so they have the same batch size, the same number of epochs, the same loss. Until a script asks for the rank, the time, or a random number without a seed. Then a rank makes more
 steps than another, and the job hangs; or each rank holds out other samples for validation, so that what one validates on, another trains on, and nothing hangs at all.
@@ -36,13 +36,17 @@ def name_of(
     how = getattr(f, 'reduction', None)
     return f'{own}, reduction {how}' if isinstance(how, str) else own
 
-def check_lazy(model:nn.Module):
-    "Raise `ValueError` where `model` has parameters or buffers without a shape"
+def check_lazy(
+    model:nn.Module # About to be trained on ranks
+):
+    "Raise `ValueError` if `model` has parameters or buffers without a shape"
     names = [n for n,p in [*model.named_parameters(), *model.named_buffers()] if is_lazy(p)]
     if names: raise everywhere(ValueError(f'You use a model whose {", ".join(names[:4])}{" and others" if len(names)>4 else ""} have no shape yet, so ranks cannot start from the same '
         'weights. HINT: let it see a batch before the context: `learn.model.to(learn.dls.device)(*learn.dls.one_batch()[:learn.dls.n_inp])`'))
 
-def model_facts(model:nn.Module)->dict:
+def model_facts(
+    model:nn.Module # Without a wrapper
+)->dict: # Name -> plain value
     "Return a plain description of the parameters of `model`"
     ps = list(model.named_parameters())
     check_lazy(model)
@@ -55,7 +59,7 @@ def learner_facts(
     learn:Learner, # About to fit or to evaluate
     task:str # 'fit' or 'validate'
 )->dict: # Name -> plain value
-    "Return what all ranks must have alike for `task`"
+    "Return the facts that all ranks must share for `task`"
     fit = task=='fit'
     dls = zip(('training','validation'), getattr(learn.dls, 'loaders', [])) if fit else [('evaluation',learn.dl)]
     res = {'tasks': 'a fit' if fit else 'an evaluation'} | ({'numbers of epochs': learn.n_epoch} if fit else {}) | {'callbacks that may cancel': deciders(learn.cbs),

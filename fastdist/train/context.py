@@ -33,7 +33,7 @@ def set_precision(
     autocast_options=None, # An `AutocastKwargs`
     scaler_options=None # A `GradScalerKwargs`
 ):
-    "Let `mp` compute and scale on `device`, with `autocast_options` and `scaler_options`, as it chose to; what fastai chooses is for CUDA"
+    "Move the autocast and the scaler that `mp` has to `device`, with `autocast_options` and `scaler_options`; fastai makes them for CUDA"
     opts = lambda o: o.to_kwargs() if o else {}
     cast,scaler = getattr(mp, 'autocast', None),getattr(mp.learn, 'scaler', None)
     if isinstance(cast, torch.autocast) and (cast.device!=device.type or autocast_options):
@@ -42,12 +42,17 @@ def set_precision(
         mp.learn.scaler = GradScaler(device.type, **(mp.kwargs | opts(scaler_options)))
 
 class LaunchPrecision(MixedPrecision):
-    "The precision that the launcher asks for, where the Learner has none of its own"
-    def __init__(self, mode, device, *options):
+    "Mixed precision that the launcher asks for, unless the Learner has a `MixedPrecision` of its own"
+    def __init__(self,
+        mode, # As for `MixedPrecision`
+        device:torch.device, # Where the Learner trains
+        *options # `autocast_options` and `scaler_options`, as for `set_precision`
+    ):
         super().__init__(mode)
         self.device,self.options = device,options
 
     def before_fit(self):
+        "Make autocast and scaler for the device; do nothing where the Learner has another `MixedPrecision`"
         self.run = len(self.learn._grab_cbs(MixedPrecision))==1
         if not self.run: return
         self.kwargs['enabled'] = self.amp_mode.value=='fp16'
@@ -70,13 +75,13 @@ def place(
 def check_patience(
     patience # Seconds, or `None`
 )->float: # `patience`
-    "Raise `OptionError` unless `patience` can be waited for"
+    "Raise `OptionError` unless `patience` is `None` or a number above 0"
     if patience is None or isinstance(patience, (int,float)) and patience>0: return patience
     raise OptionError('patience', patience, 'HINT: seconds without progress after which a rank counts as stuck, more than 0')
 
 # %% ../../nbs/64_train.context.ipynb #a863d9b7
 class Job:
-    "What this process has opened in a job, from when the trainer is added until it is removed"
+    "Connections and settings of this process in a job, from when the trainer is added until it is removed"
     def __init__(self,
         learn:Learner, # Moved to this rank's device
         world:World, # This process's world
@@ -92,7 +97,9 @@ class Job:
             self.close()
             raise
 
-    def help(self, *cbs):
+    def help(self,
+        *cbs # Callbacks
+    ):
         "Add `cbs` to the Learner for as long as the job lasts"
         self.helpers += cbs
         self.learn.add_cbs(cbs)
@@ -130,10 +137,10 @@ def _close(self:Job):
 @patch
 @contextmanager
 def together(self:Job,
-    where:callable, # Says in words where the main thread stands
+    where:callable, # Returns in words where the main thread is
     pos:callable=None # Its place in the training loop, a tuple that grows
 ):
-    "Return a context manager that raises on all ranks what goes wrong on one; a group that broke before is made anew"
+    "Return a context manager that raises an error of one rank on all ranks; it first renews a process group that broke before"
     line = self.line
     if line.failed or line.trouble: self._renew()
     line.arm()
@@ -146,7 +153,7 @@ def together(self:Job,
 def blame(self:Job,
     e:BaseException # Caught on this rank
 ):
-    "Raise `e`, or what lies behind it on another rank, and see that all ranks hear of it"
+    "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
     cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.line is None else self.line.cause(e)
     if cause: raise cause from None
     if self.line and not (isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)): self.line.failed_here(e)

@@ -29,18 +29,22 @@ from .layout import *
 # %% ../../nbs/71_train.ddp.ipynb #9f23a1af
 class Carrier(nn.Module):
     "`model` with one more parameter, whose gradient carries two numbers through DDP's exchange"
-    def __init__(self, model):
+    def __init__(self,
+        model:nn.Module # With at least one parameter that requires gradients
+    ):
         super().__init__()
         p = next(o for o in model.parameters() if o.requires_grad)
         self.model,self.carry = model,nn.Parameter(torch.zeros(2, device=p.device, dtype=torch.float64 if p.dtype==torch.float64 else torch.float32))
 
-    def forward(self, *args, **kwargs): return self.model(*args, **kwargs)
+    def forward(self, *args, **kwargs):
+        "Call `model`"
+        return self.model(*args, **kwargs)
 
 # %% ../../nbs/71_train.ddp.ipynb #b73156d3
 class Replicated(Layout):
-    "Parameters of a Learner that each rank holds whole"
+    "Layout in which each rank holds the whole model, and DDP averages gradients"
     def __init__(self,
-        live:ProcessAccelerator, # Of this process
+        live:ProcessAccelerator, # Makes the wrappers
         exchanges, # The control connection's `Exchanges`
         sync_bn=True # Whether batch norm counts the samples of all ranks
     ):
@@ -48,6 +52,7 @@ class Replicated(Layout):
         super().__init__()
 
     def forget(self):
+        "Also restore batch norms, and let Accelerate forget the wrappers"
         unsync_bn(self.swaps)
         if 'means' in vars(self): self.means.weigh(1.)
         super().forget()
@@ -63,6 +68,7 @@ def _make(self:Replicated, trained):
 
 @patch
 def wrap(self:Replicated, learn):
+    "Also synchronise the norms of a model that was not wrapped last"
     other = super(Replicated, self).wrap(learn)
     if other: self._sync_norms(learn.model)
     return other
@@ -87,6 +93,7 @@ def _use(self:Replicated, learn, through, carry):
 # %% ../../nbs/71_train.ddp.ipynb #987a1a32
 @patch
 def weigh(self:Replicated, part):
+    "Weigh running means by `part`; batch norms leave out samples that only make the step"
     self.means.weigh(part)
     for m,_,new in self.swaps:
         if new: m.padding = part==0
@@ -94,23 +101,27 @@ def weigh(self:Replicated, part):
 
 @patch
 def share_tracked(self:Replicated, moved=True):
+    "Average running means, and return their buffers and those of synchronised batch norms"
     if moved: self.means.average()
     return {id(b) for m in (*self.means.mods, *(m for m,_,new in self.swaps if new)) for b in m.buffers()}
 
 # %% ../../nbs/71_train.ddp.ipynb #1f539133
 @patch
 def step(self:Replicated, exchanges:bool):
+    "Return a context manager that counts the exchange of gradients, or keeps DDP from it"
     self.exchanging = exchanges
     if not self.trained.learns: return nullcontext()
     return self.exchanges.of('the training step', 'step') if exchanges else self.through.no_sync()
 
 @patch
 def forward(self:Replicated, *args, **kwargs):
+    "Call the wrapper, and note whether DDP waits for a backward pass then"
     self.waits = self.trained.learns and self.exchanging and torch.is_grad_enabled()
     return self.through(*args, **kwargs)
 
 @patch
 def backward(self:Replicated, run, t, g, numbers):
+    "Run the pass; where DDP waits for it, `numbers` travel as the gradient of `carry`"
     carry = self.carry if self.waits else None
     if carry is None: run(t, g)
     else: run((t,carry), (g,numbers.to(carry.dtype)))
@@ -118,6 +129,7 @@ def backward(self:Replicated, run, t, g, numbers):
 # %% ../../nbs/71_train.ddp.ipynb #09626254
 @patch
 def reduce(self:Replicated, numbers, tell=True):
+    "Average gradients that DDP did not see, and `numbers` where they did not travel with it"
     waited,self.waits,mean = self.waits,False,None
     if waited: self._check_reduced()
     if waited and self.carry is not None: mean,self.carry.grad = self.carry.grad,None
@@ -128,7 +140,7 @@ def reduce(self:Replicated, numbers, tell=True):
 # %% ../../nbs/71_train.ddp.ipynb #babfaf02
 @patch
 def _check_reduced(self:Replicated):
-    "Raise `RuntimeError` before the step where DDP still waits for gradients"
+    "Raise `RuntimeError` if DDP still waits for gradients"
     try: return self.through._check_reducer_finalized()
     except RuntimeError: names = [n for n,p in self.trained.model.named_parameters() if p.requires_grad and p.grad is None]
     raise RuntimeError(f'The loss does not depend on all parameters{": not on " if names else ""}{", ".join(names[:3])}, so DDP did not average the gradients. HINT: '
@@ -136,7 +148,7 @@ def _check_reduced(self:Replicated):
 
 @patch
 def drop(self:Replicated):
-    "Let DDP forget the forward pass after which it waits for a backward pass, and do without it from here on"
+    "Make DDP forget the forward pass whose backward pass it waits for, and train without DDP from here on"
     if not self.waits: return
     if self.through.static_graph: raise RuntimeError('You set static_graph=True, and there is a backward pass before the one over the loss of the batch. HINT: leave it out')
     self.through.reducer._reset_state()
@@ -145,4 +157,5 @@ def drop(self:Replicated):
 # %% ../../nbs/71_train.ddp.ipynb #743ab24a
 @patch
 def compare(self:Replicated, learn, when):
+    "Raise `DesyncError` on all ranks unless model, loss and optimizer are the same to the bit"
     compare_replicas(learner_state(learn), when, more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.')

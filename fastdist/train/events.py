@@ -40,9 +40,9 @@ for o in cancels: o.__module__ = 'fastai.basics' # where they are found, so that
 
 def vote(
     e:Exception=None, # One of `cancels`, if this rank raised one
-    name:str='a vote' # After which callback and event, the same on all ranks
+    name:str='a vote' # For messages: the callback and the event before the vote, the same on all ranks
 )->type: # The strongest that any rank raised, `None` where nobody did
-    "What all ranks decide, over the control connection"
+    "Return what all ranks decide; one exchange over the control connection"
     mine,line = max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0),control_connection()
     res = line.agree(mine, name) if line else mine
     return cancels[res-1] if res else None
@@ -59,7 +59,7 @@ def _closed_over(f):
 
 # %% ../../nbs/66_train.events.ipynb #8d183791
 def _cancels(f, depth=3):
-    "Does the code of `f`, or of a function that it names, name an exception that cancels?"
+    "Return whether the code of `f`, or of a function that it names, names an exception that cancels"
     f = getattr(f, '__func__', f)
     f = inspect.unwrap(f) if isinstance(f, FunctionType) else f
     if not isinstance(f, FunctionType) or not depth: return False
@@ -69,7 +69,7 @@ def _cancels(f, depth=3):
 def decides(
     cb:Callback # The user's, or one of fastai's
 )->bool:
-    "May `cb` cancel by what this rank alone knows? Its attribute `decides` says so, or the code of what is not fastai's"
+    "Return whether `cb` may cancel by what this rank alone knows: by its attribute `decides`, or by its code where that is not fastai's"
     own = vars(cb).get('decides', getattr(type(cb), 'decides', None))
     mine = [f for c in type(cb).__mro__ if not _known(c.__module__) for f in vars(c).values()] + list(vars(cb).values())
     return ifnone(own, any(_cancels(f) for f in mine))
@@ -80,17 +80,23 @@ def _known(module): return module.partition('.')[0] in ('fastai','fastcore','fas
 def is_agreed(
     e:Exception # One of `cancels`
 )->bool:
-    "Do all ranks raise `e`: after a vote, or in code of fastai, which decides by what all know?"
+    "Return whether all ranks raise `e`: after a vote, or in code of fastai, which decides by what all ranks know"
     *_,last = traceback.walk_tb(e.__traceback__)
     return getattr(e, 'agreed', False) or _known(last[0].f_globals.get('__name__', ''))
 
 # %% ../../nbs/66_train.events.ipynb #6426163f
-def is_local(cb, training)->bool:
-    "Does a callback of fastai cancel by what this rank alone knows?"
+def is_local(
+    cb:Callback, # A Learner's
+    training:bool # Whether it trains, and does not evaluate
+)->bool:
+    "Return whether `cb` is one of fastai's callbacks that cancel by what this rank alone knows"
     return not training and (isinstance(cb, TerminateOnNaNCallback) or isinstance(cb, ShortEpochCallback) and cb.short_valid)
 
-def answers(cb, event_name)->bool:
-    "Is there anything to call?"
+def answers(
+    cb:Callback, # A Learner's
+    event_name:str # Event
+)->bool:
+    "Return whether `cb` does something at `event_name`"
     own = type(cb).__call__ is not Callback.__call__ and not isinstance(cb, (WrapperCallback,JobCallback))
     return own or event_name=='after_fit' or hasattr(type(cb), event_name) or event_name in vars(cb)
 
@@ -98,20 +104,25 @@ def answers(cb, event_name)->bool:
 def deciders(
     cbs:list # A Learner's callbacks
 )->list: # Names of their classes
-    "Return which of `cbs` may cancel by what one rank alone knows; ranks vote after them, so all ranks must have the same"
+    "Return the classes of those `cbs` that may cancel by what one rank alone knows; ranks vote after them, so all ranks must have the same"
     return [type(cb).__name__ for cb in cbs if decides(cb) or is_local(cb, False)]
 
 # %% ../../nbs/66_train.events.ipynb #26cc064a
 _begins = {'before_fit','before_epoch','before_train','before_validate'}
 
 class Events:
-    "Calls a Learner's callbacks"
-    def __init__(self, learn, rank):
+    "Calls a Learner's callbacks: those for rank 0 on rank 0 alone, and with a vote after those that may cancel"
+    def __init__(self,
+        learn:Learner, # In a job
+        rank:int # This rank
+    ):
         self.learn,self.rank,self.known,self.plans,self.alone,self.aside,self.vote = learn,rank,None,{},None,None,None
         self.at,self.phase,self.windowed,self.around_loss = 'before_fit',0,False,None
 
-    def of(self, event_name):
-        "Who answers `event_name`, in order; is it for rank 0 alone, and do ranks vote after it?"
+    def of(self,
+        event_name:str # Event
+    )->list: # Triples `(callback, whether it is for rank 0 alone, whether ranks vote after it)`
+        "Return the callbacks that do something at `event_name`, in order"
         cbs,key = self.learn.cbs.items,(event_name, self.learn.training, self.vote is None)
         if cbs!=self.known: self.known,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
         if key not in self.plans: self.plans[key] = list(self._answering(event_name))
@@ -125,7 +136,10 @@ class Events:
 
 # %% ../../nbs/66_train.events.ipynb #1f758368
 @patch
-def __call__(self:Events, event_name):
+def __call__(self:Events,
+    event_name:str # Event
+):
+    "Call the callbacks for `event_name`, with their votes"
     self.at = event_name
     if event_name in _begins: self.phase += 1
     for cb,lone,votes in self.of(event_name):
@@ -149,7 +163,7 @@ def _call_and_vote(self:Events, cb, lone, event_name):
 
 @patch
 def _call_alone(self:Events, cb, event_name):
-    "What it adds to the Learner is for rank 0 alone as well"
+    "Call `cb` of rank 0; callbacks that it adds to the Learner are for rank 0 alone as well"
     learn,self.alone = self.learn,cb
     before,at = list(learn.cbs),dict(vars(learn))
     try: cb(event_name)
@@ -164,7 +178,7 @@ def settle(self:Events,
     e:Exception, # One of `cancels`, about to be raised on this rank
     where:str # Callback and event, or function
 ):
-    "See that all ranks raise `e` at this place, unless they are known to; raise `RankError` on all of them where they do not"
+    "Wait until all ranks raise `e` at this place, unless they are known to; raise `RankError` on all of them where they do not"
     line = control_connection()
     if is_agreed(e) or self.vote is None or line is None or line.failed: return
     line.confirm(f'{type(e).__name__} raised in {where}')
@@ -184,7 +198,7 @@ _loop = 'dl','iter','n_iter','epoch','n_epoch','train_iter','pct_train','trainin
 def put_back(
     objs:list # Callbacks, metrics
 ):
-    "After it all of `objs` have the attributes that they had before; inside they have copies of lists, dicts and sets, and metrics of all that they hold"
+    "Return a context manager in which `objs` have copies of their lists, dicts and sets, and metrics of all that they hold; on exit their attributes are as before"
     with preserved(*objs):
         for o in objs: vars(o).update({k:v.copy() for k,v in vars(o).items() if isinstance(v, (list,dict,set,L))})
         for o in filter(risinstance(Metric), objs):
@@ -194,7 +208,7 @@ def put_back(
 # %% ../../nbs/66_train.events.ipynb #79aa6ba6
 @patch
 def step_aside(self:Events):
-    "Rank 0 is about to evaluate on its own"
+    "Save what an evaluation of rank 0 alone changes, before it begins"
     if self.aside: return
     learn,self.aside = self.learn,ExitStack()
     mets = [*learn.metrics, *[o for o in vars(learn.recorder).values() if isinstance(o, Metric)]] if hasattr(learn, 'recorder') else [*learn.metrics]
@@ -204,8 +218,10 @@ def step_aside(self:Events):
     for m in learn.model.modules(): self.aside.callback(setattr, m, 'training', m.training)
 
 @patch
-def call_aside(self:Events, event_name):
-    "Call all but the other callbacks of rank 0, which write of what all ranks do"
+def call_aside(self:Events,
+    event_name:str # Event of an evaluation of rank 0 alone
+):
+    "Call all callbacks but the others of rank 0, which report on what all ranks do"
     self.step_aside()
     for cb in self.learn.cbs.sorted('order'):
         if cb is self.alone or not is_rank0_only(cb): cb(event_name)
@@ -218,7 +234,7 @@ def _mark(self:Events, before):
 
 @patch
 def _go_on(self:Events, at):
-    "Go on where rank 0 was when only `at` was known of the Learner"
+    "Restore what `step_aside` saved, and the attributes of the training loop from `at`"
     self.aside.close()
     self.aside = None
     for k in _loop: vars(self.learn).pop(k, None)

@@ -30,9 +30,9 @@ from ..comm.collectives import *
 # %% ../../nbs/67_train.gradients.ipynb #d31175dc
 @contextmanager
 def each_backward(
-    f:callable # Called with the pass, a function of what to begin from and its gradients; with these two; and with torch's other arguments
+    f:callable # Called as `f(run, tensors, grad_tensors, kwargs)`; `run(tensors, grad_tensors)` is the pass, `kwargs` are torch's other arguments
 ):
-    "Inside, each backward pass that this thread begins, and that adds to gradients, goes through `f`"
+    "Return a context manager in which each backward pass that this thread begins, and that adds to gradients, goes through `f`"
     run,me,inside = torch.autograd.backward,get_ident(),False
     @wraps(run)
     def backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, **kwargs):
@@ -52,7 +52,7 @@ def each_step(
     opt, # A Learner's optimizer
     before:callable # Called before each step
 ):
-    "Inside, `before` is called before `opt` uses gradients"
+    "Return a context manager in which `before` is called before each step of `opt`"
     own = vars(opt).get('step')
     def step(self, *args, **kwargs):
         before()
@@ -110,7 +110,7 @@ def _add_grads(params, old):
 def aside(
     params:list # With or without gradients
 ):
-    "Inside, `params` have no gradients; what they get there is added to those that they had"
+    "Return a context manager in which `params` start without gradients; on exit those that they had before are added"
     old = [p.grad for p in params]
     for p in params: p.grad = None
     try: yield
@@ -122,7 +122,7 @@ def divide_grads(
     params:list, # With or without gradients
     d # Mean of the weights over ranks, a number or a tensor
 ):
-    "Divide the gradients of `params` by `d`; where nothing counts they are zero, and stay so"
+    "Divide the gradients of `params` by `d`; where `d` is 0 they are zero, and stay so"
     if isinstance(d, Tensor) and d.device.type=='cpu': d = d.item()
     if isinstance(d, float) and (abs(d-1)<1e-6 or d==0): return
     if isinstance(d, Tensor): d = torch.where((d==0)|((d-1).abs()<1e-6), 1., d).float()
@@ -130,8 +130,11 @@ def divide_grads(
 
 # %% ../../nbs/67_train.gradients.ipynb #71fa5fd0
 class Trained:
-    "The parameters that a Learner trains, as they were when this was made: those of `model`, and those of `opt` alone"
-    def __init__(self, model, opt):
+    "Parameters that a Learner trains, as of when this was made: those of `model`, and those that only `opt` has"
+    def __init__(self,
+        model:nn.Module, # Without a wrapper
+        opt # A Learner's optimizer, or `None`
+    ):
         store_attr()
         mine = list(self.model.parameters())
         known = {id(p) for p in mine}
@@ -142,12 +145,20 @@ class Trained:
 
     def _count(self, opt): return [len(o) for o in opt.param_lists] if opt else []
 
-    def holds(self, model, opt):
-        "Is it still what is trained? Modules are not looked through, so it may be asked in each step"
+    def holds(self,
+        model:nn.Module, # Trained now
+        opt # The optimizer now
+    )->bool:
+        "Return whether the same parameters are still trained; it looks through no modules, so it may be called in each step"
         same = model is self.model and opt is self.opt
         return same and [p.requires_grad for p in self.params]==self.flags and self._count(opt)==self.n
 
     @property
-    def active(self): return [p for p,f in zip(self.params, self.flags) if f]
+    def active(self):
+        "Parameters that required gradients"
+        return [p for p,f in zip(self.params, self.flags) if f]
+
     @property
-    def key(self): return id(self.model),*[id(p) for p,f in zip(self.params[:len(self.params)-len(self.others)], self.flags) if f]
+    def key(self):
+        "Identities of the model and of those of its parameters that required gradients"
+        return id(self.model),*[id(p) for p,f in zip(self.params[:len(self.params)-len(self.others)], self.flags) if f]

@@ -1,22 +1,22 @@
-"""How parameters lie on ranks: the one seam between a Learner's training and DDP
+"""Layout of parameters on ranks: the one interface between a Learner's training and DDP
 
 Replicated, each rank holds the whole model and gradients are averaged. Sharded, each rank holds a part of each parameter, and a forward pass gathers what it needs.
 
 The tempting way is to write the first of the two wherever it matters: where the model is wrapped, where gradients are exchanged, where a file is written, where ranks are compared. The second
 then needs a change in each of these places.
 
-Here all of it is asked of one object, a `Layout`. The trainer and the callbacks around it know what it answers, and not how:
+Here one object, a `Layout`, does all of it. The trainer and the callbacks around it know what its methods do, and not how:
 
-| what | when |
+| method | effect |
 |---|---|
-| `wrap` | the Learner trains these parameters from here on |
-| `step`, `forward`, `backward`, `reduce` | in each batch, in this order; gradients and a few numbers become those of all ranks |
-| `drop` | DDP is to forget a forward pass after which it waits |
-| `weigh` | batch norms are told what part of the global batch comes next |
+| `wrap` | the forward pass goes through a wrapper for the parameters that the Learner trains from here on |
+| `step`, `forward`, `backward`, `reduce` | called in each batch, in this order: gradients and a few numbers become those of all ranks |
+| `drop` | DDP forgets a forward pass after which it waits |
+| `weigh` | norms count the next batch by its part of the global batch |
 | `share_tracked` | statistics that a forward pass tracks become those of all ranks |
-| `idle` | another rank evaluates a batch, and this rank has none |
-| `whole` | inside, rank 0 reads the whole model and the optimizer's whole state |
-| `compare` | do all ranks hold what they should? |
+| `idle` | this rank takes part in a batch that another rank evaluates |
+| `whole` | rank 0 can read the whole model and the optimizer's whole state |
+| `compare` | an error is raised unless all ranks hold what they should |
 
 `Layout` itself is the layout of one process, which holds everything and exchanges nothing."""
 
@@ -33,10 +33,10 @@ from .gradients import *
 
 # %% ../../nbs/70_train.layout.ipynb #688e9e86
 class Layout:
-    "Parameters of a Learner in one process"
+    "Layout of a Learner's parameters in one process, and base of other layouts"
     swaps,part,bare,sync_bn = (),1.,False,False # Batch norms that count the samples of all ranks; what they were told; whether the wrapper is left out; the user's wish
     def __init__(self,
-        prepare:callable=noop # Return for a model what its forward pass in training goes through
+        prepare:callable=noop # Called with a model; returns the wrapper for its forward pass in training
     ):
         self.prepare = prepare
         self.forget()
@@ -45,8 +45,11 @@ class Layout:
         "Drop everything that was made for a fit"
         self.made,self.trained,self.through,self.exchanging = {},None,None,True
 
-    def covers(self, model, opt):
-        "Return whether `model` and `opt` are what was wrapped last; asked in each step"
+    def covers(self,
+        model:nn.Module, # Trained now
+        opt # The optimizer now
+    )->bool:
+        "Return whether `model` and `opt` are what was wrapped last; called in each step"
         return self.trained is not None and self.trained.holds(model, opt)
 
 # %% ../../nbs/70_train.layout.ipynb #3e1a7e96
@@ -54,7 +57,7 @@ class Layout:
 def wrap(self:Layout,
     learn:Learner # Its model is the user's at this moment
 )->bool: # Whether it is another model than before, or one that was never wrapped
-    "Let the forward pass go through a wrapper for what `learn` trains now: the one made for it before, or a new one"
+    "Send the forward pass through a wrapper for the parameters that `learn` trains now: the one made for them before, or a new one"
     was,now = self.trained,Trained(learn.model, learn.opt)
     new = now.key not in self.made
     if new: self.made[now.key] = now,*self._make(now)
@@ -83,17 +86,20 @@ def step(self:Layout,
     return nullcontext()
 
 @patch
-def forward(self:Layout, *args, **kwargs):
-    "Call the wrapper"
+def forward(self:Layout,
+    *args, **kwargs # For the model
+):
+    "Return what the wrapper returns"
     return self.through(*args, **kwargs)
 
 @patch
 def backward(self:Layout,
-    run:callable, # The backward pass, a function of what it begins from and of the gradient there
-    t, g, # Both
-    numbers:torch.Tensor # Shape `(n,)`
+    run:callable, # The backward pass, called as `run(t, g)`
+    t:torch.Tensor, # Loss that it begins from
+    g:torch.Tensor, # Gradient there, or `None`
+    numbers:torch.Tensor # Part of this rank in a sum over ranks, shape `(n,)`
 ):
-    "Run the backward pass over the loss of the batch, and let `numbers` travel with the gradients"
+    "Run the backward pass over the loss of the batch, and send `numbers` with the gradients"
     run(t, g)
 
 # %% ../../nbs/70_train.layout.ipynb #927abccc
@@ -102,7 +108,7 @@ def reduce(self:Layout,
     numbers:torch.Tensor, # As for `backward`
     tell=True # Whether the mean of `numbers` is needed
 )->torch.Tensor: # Mean of `numbers` over ranks, where `tell` is set
-    "Exchange what `backward` did not, after it"
+    "Exchange the gradients and `numbers` that `backward` did not exchange; called after it"
     return numbers.clone() if tell else None
 
 # %% ../../nbs/70_train.layout.ipynb #403b4773
@@ -111,7 +117,10 @@ def drop(self:Layout): "Forget the last forward pass; its gradients are averaged
 @patch
 def idle(self:Layout): "Take part in a batch that another rank evaluates"
 @patch
-def weigh(self:Layout, part:float): "Tell batch norms that the next batch counts as `part` says; 0 where its samples only make the step"
+def weigh(self:Layout,
+    part:float # Samples of this rank in the next batch, over the mean of all ranks; 0 where they only make the step
+):
+    "Make norms count the next batch by `part`"
 
 # %% ../../nbs/70_train.layout.ipynb #606dc7e7
 @patch

@@ -22,13 +22,16 @@ from .gradients import *
 
 # %% ../../nbs/74_train.passes.ipynb #21fb2398
 class Passes(JobCallback):
-    "Base of the callback that weighs: it sees backward passes, and averages what the layout does not"
-    def __init__(self, **parts):
+    "Base of `Weigh`: it sees backward passes, and averages gradients that the layout does not"
+    def __init__(self,
+        **parts # `phases`, `layout`, `weights`, and what a subclass needs besides
+    ):
         super().__init__(**parts)
         self.reduction,self.silent = self.weights.reduction,self.phases.alone
         self._reset()
 
     def _reset(self): self.window,self.hooks,self.watched,self.due,self.passes,self.added = Window(),ExitStack(),[],False,0,False
+
     def end(self):
         "Forget what belongs to a fit"
         self.hooks.close()
@@ -38,7 +41,12 @@ class Passes(JobCallback):
     def ask(self):
         "Find out how the loss reduces, right after it was computed"
         if self.due: self.reduction.ask(self.learn if self.weights.part else None)
-    def batch_pass(self, run, t, g): "Run the backward pass over the loss `t` of the batch, from the gradient `g`"
+
+    def batch_pass(self,
+        run:callable, # The backward pass, called as `run(t, g)`
+        t:torch.Tensor, # Loss that it begins from
+        g:torch.Tensor # Gradient there, or `None`
+    ): "Run the backward pass over the loss `t` of the batch, from the gradient `g`"
 
 # %% ../../nbs/74_train.passes.ipynb #e9389a36
 @patch
@@ -68,7 +76,7 @@ def _on_step(self:Passes):
 # %% ../../nbs/74_train.passes.ipynb #209870ec
 @patch
 def _other_pass(self:Passes, run, t, g, with_graph):
-    "Run a backward pass that the layout is not to see"
+    "Run a backward pass that is not over the loss of the batch"
     self.layout.drop()
     active,weighed = self._active(),isinstance(t, Tensor) and t.numel()==1 and self.phases.running and self.learn.training
     if weighed: g = self._weighed(t, g)
@@ -94,7 +102,7 @@ def _active(self:Passes):
 # %% ../../nbs/74_train.passes.ipynb #090a57d3
 @patch
 def _share_grads(self:Passes, active, weighed=False):
-    "Put the gradients of all ranks in the place of this rank's, weighed as its batch is, unless they were `weighed` before"
+    "Replace this rank's gradients by the mean over ranks, weighed as its batch is, unless they were `weighed` before"
     if not any(p.grad is not None for p in active): return
     if vars(self.learn).get('pred') is not None: self.ask()
     w,d = self.weights.of_batch() if self.phases.running and self.learn.training else (1.,1.)

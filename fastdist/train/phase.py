@@ -38,16 +38,18 @@ class Phase:
     ended:bool=False # Whether all batches are done
 
     @property
-    def train_metrics(self): return self.recorder and self.recorder.train_metrics
+    def train_metrics(self):
+        "Whether the recorder has metrics of training"
+        return self.recorder and self.recorder.train_metrics
 
 # %% ../../nbs/69_train.phase.ipynb #8b093ba2
 class Phases:
-    "The phases of a Learner that are open, the innermost last, and the shares that they go over"
+    "Open phases of a Learner, the innermost last, and the shares of loaders that they go over"
     def __init__(self,
         learn:Learner, # In a job
         world:World, # This process's world
         split=False, # Whether a batch of the user's loader is split among ranks, instead of one for each
-        alone:callable=lambda: False # Tells whether rank 0 evaluates on its own
+        alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
         store_attr()
         self.reset()
@@ -57,23 +59,31 @@ class Phases:
         self.open,self.shares,self.fitting,self.warned = [],{},False,vars(self).get('warned', set())
 
     @property
-    def size(self): return 1 if self.alone() else self.world.size
+    def size(self):
+        "Number of ranks that take part: one while rank 0 evaluates on its own"
+        return 1 if self.alone() else self.world.size
     @property
-    def current(self): return self.open[-1] if self.open else None
+    def current(self):
+        "Innermost open phase, or `None`"
+        return self.open[-1] if self.open else None
     @property
-    def running(self): return self.open[-1] if self.open and self.open[-1] and not self.open[-1].ended else None
+    def running(self):
+        "Innermost open phase if it has batches to come, or `None`"
+        return self.open[-1] if self.open and self.open[-1] and not self.open[-1].ended else None
     @property
-    def weight(self): return getattr(self.source, 'weights', {}).get(self.learn.iter, 1.)
+    def weight(self):
+        "Samples of this rank in the current batch of `source` over the mean of all ranks; 0 for a sample that only makes the step"
+        return getattr(self.source, 'weights', {}).get(self.learn.iter, 1.)
     @property
     def source(self):
-        "The loader from which batches come: `learn.dl`, or the share if a callback put something around it"
+        "Loader from which batches come: `learn.dl`, or the share if a callback put something around it"
         dl,ph = self.learn.dl,self.running
         return dl if ph is None or ph.dl is None or ph.dl.in_step else ph.dl
 
 # %% ../../nbs/69_train.phase.ipynb #1f7ea012
 @patch
 def share(self:Phases,
-    dl, # A loader; a list of batches is none, and comes back as it is
+    dl, # A loader; a list of batches is none, and is returned as it is
     cls:type # `StepDL` for training, `EvalDL` for evaluation
 ): # During a fit, and for a loader of the Learner, the same object each time
     "Return this rank's share of `dl`"
@@ -100,7 +110,7 @@ def split_bs(
 @patch
 @contextmanager
 def room(self:Phases):
-    "Make room for a phase inside this context, and close what was opened there"
+    "Return a context manager for a phase; on exit the phases that were opened in it are closed"
     depth = len(self.open)
     self.open.append(None)
     try: yield
@@ -123,9 +133,9 @@ def start(self:Phases,
 @patch
 def go_over(self:Phases,
     f:callable, # Goes over `learn.dl`
-    asked # The loader with which the phase was asked for
+    asked # Loader that the phase was started with
 ):
-    "Call `f`, over a share of what a callback has put into `learn.dl`"
+    "Call `f`; a loader that a callback has put into `learn.dl` is replaced by its share before"
     dl,ph = self.learn.dl,self.running
     if ph and dl is not ph.dl and isinstance(dl, (DataLoader,TorchLoader)):
         ph.dl = self.learn.dl = self.share(dl, StepDL if self.learn.training else EvalDL)
@@ -138,10 +148,10 @@ def go_over(self:Phases,
 # %% ../../nbs/69_train.phase.ipynb #e3e66248
 @patch
 def warn_once(self:Phases,
-    what, # Names the warning
+    what, # Key of the warning
     text:str # The warning
 ):
-    "Warn with `text` on rank 0, unless that was done for `what` before"
+    "Warn with `text` on rank 0, once for each `what`"
     if what not in self.warned and not self.world.rank: warn(text)
     self.warned.add(what)
 
@@ -158,7 +168,7 @@ def _name_unshared(self:Phases, cls):
 # %% ../../nbs/69_train.phase.ipynb #ef89c625
 @patch
 def check_steps(self:Phases):
-    "Raise `ValueError` where an epoch's training would make no step"
+    "Raise `ValueError` if an epoch's training would make no step"
     share = self.share(self.learn.dls.train, StepDL)
     if self.size==1 or share.n is None or len(share): return
     hint = 'a smaller batch size, drop_last=False, or fewer ranks' if share.n else 'a data set that is not empty'

@@ -33,7 +33,7 @@ _alive = '_member','_acc','_owned','_env'
 _in_head = dict(is_main_process=True, is_local_main_process=True, is_last_process=True, process_index=0, local_process_index=0, num_processes=1, print=print)
 
 class RankAccelerator(JobDescription):
-    "`accelerate.Accelerator` for the process that asks, made with `options` when it is first needed"
+    "`accelerate.Accelerator` of this process, made with `options` when it is first needed"
     _strict = True # a user's subclass may have attributes of its own
     @delegates(JobDescription)
     def __init__(self,

@@ -21,7 +21,10 @@ from fastai.basics import *
 # %% ../../nbs/62_train.proxy.ipynb #eb0dff9e
 class ModelProxy:
     "Proxy for `learn.model`: the first call restores the model and runs `through`; attributes come from the model"
-    def __init__(self, learn, through): vars(self).update(learn=learn, model=learn.model, through=through)
+    def __init__(self,
+        learn, # Its model is the user's
+        through:callable # Called in the place of the model
+    ): vars(self).update(learn=learn, model=learn.model, through=through)
     def __getattr__(self, k): return getattr(self.model, k)
     def __setattr__(self, k, v): setattr(self.model, k, v)
     def __bool__(self): return bool(self.model)
@@ -41,15 +44,17 @@ def own_model(
 
 # %% ../../nbs/62_train.proxy.ipynb #eb3fe2a4
 class WrapperCallback(Callback):
-    "Base of callbacks that lend a Learner a wrapper for its forward pass, from when they are added until they are removed"
+    "Base of callbacks that send a Learner's forward pass through a wrapper, from when they are added until they are removed"
     order,size,_through,_fitting,_lent = 11,1,None,False,('_with_events',)
     __setattr__ = object.__setattr__ # fastai's looks for each name in the Learner and its model, to warn of one that is there too
     def __call__(self, event_name):
-        "Answer `event_name` where there is an answer; to look for one in the Learner would take longer than most answers"
+        "Call the method for `event_name`, if the class has one; to look for it in the Learner would take longer than most methods"
         return super().__call__(event_name) if hasattr(type(self), event_name) else None
 
     @property
-    def learn(self): return self.__dict__.get('_learner')
+    def learn(self):
+        "Learner that this callback is on, or `None`"
+        return self.__dict__.get('_learner')
     @learn.setter
     def learn(self, v):
         if self.learn is not None: self._return()
@@ -57,14 +62,16 @@ class WrapperCallback(Callback):
         if v is not None: self._lend()
 
     def wrap(self): "Make `_through`, which the forward pass goes through"
-    def unwrap(self): self._through = None
+    def unwrap(self):
+        "Forget `_through`"
+        self._through = None
 
 # %% ../../nbs/62_train.proxy.ipynb #9db3f6e0
 @patch
 def be_alone(self:WrapperCallback,
     size=1 # Number of ranks that this callback trains on
 ):
-    "Raise `RuntimeError` where another wrapper has the Learner, and one of both trains on several ranks: only the second would train"
+    "Raise `RuntimeError` if another `WrapperCallback` is on the Learner and either of the two trains on several ranks: only the second would train"
     other = getattr(vars(self.learn).get('_with_events'), '__self__', None)
     if isinstance(other, WrapperCallback) and other is not self and max(size, other.size)>1: raise RuntimeError(f'You add {type(self).__name__} to a Learner that trains through {type(other).__name__}. '
         'HINT: use distrib_ctx, for ranks, or parallel_ctx, for the GPUs of one process, and not both')
@@ -107,4 +114,5 @@ def _forward(self:WrapperCallback, *args, **kwargs): return self._through(*args,
 
 @patch
 def before_fit(self:WrapperCallback):
+    "Call `wrap` when a fit begins; an evaluation calls this event too, and gets no wrapper"
     if self._fitting: self.wrap()

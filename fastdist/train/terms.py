@@ -1,4 +1,4 @@
-"""What callbacks make of a loss, seen on its graph
+"""Terms that callbacks add to a loss, recognised on its graph
 
 A callback may add to the loss in `after_loss`: a penalty on weights, on activations. In one process it counts once. Ranks put their losses together, and what each of them adds with them.
 Where the loss is a mean, that is right: the mean of what all ranks add, weighed by their samples. Where it is a sum, a penalty on weights would count once for each rank.
@@ -24,12 +24,12 @@ from .accumulate import *
 _linear = {'torch::autograd::CopySlices', *[o+'Backward0' for o in 'Add Sub Mul Div Neg Clone Alias AsStrided ToCopy Mean Sum View Squeeze Expand'.split()]}
 
 def _viewed(fn):
-    "Where what `fn` only shows was made; a change in place is a change of that"
+    "Return the node that made what `fn` is a view of, which a change in place changes"
     while fn.name()=='AliasBackward0': fn = fn.next_functions[0][0]
     return fn
 
 def _nodes(fn, stop=None, follow=lambda o: True):
-    "All nodes of a graph from `fn` on, without `stop` and what is beyond it"
+    "Return all nodes of a graph from `fn` on, without `stop` and those beyond it"
     todo,seen = [fn],set()
     while todo:
         o = todo.pop()
@@ -42,7 +42,7 @@ def term_of(
     new, # Node of the loss that a callback made
     old # Node of the loss that it found
 )->str: # 'none', 'weights', 'batch' where it depends on what the old loss depends on, 'remade' where the old loss is no term of the new one
-    "What a callback added to a loss"
+    "Return what a callback added to a loss"
     if new is old: return 'none'
     old = _viewed(old)
     if old not in _nodes(new, follow=lambda o: o.name() in _linear): return 'remade'
@@ -67,11 +67,17 @@ def reweigh(
 
 # %% ../../nbs/73_train.terms.ipynb #c26f104a
 class Terms:
-    "What the callbacks of a Learner add to its loss"
-    def __init__(self, phases, weights):
+    "Terms that the callbacks of a Learner add to its loss"
+    def __init__(self,
+        phases, # The Learner's `Phases`
+        weights # Its `Weights`
+    ):
         self.phases,self.weights,self.window = phases,weights,Window()
         self.reset()
-    def reset(self): self.judged = {}
+
+    def reset(self):
+        "Forget what is known of callbacks"
+        self.judged = {}
 
     def around(self,
         cb:Callback # Answers `after_loss`
@@ -90,7 +96,7 @@ class Terms:
 # %% ../../nbs/73_train.terms.ipynb #c26f104c
 @patch
 def judge(self:Terms,
-    cb:Callback, # Has changed the loss
+    cb:Callback, # That has changed the loss
     new, # Node of the loss that it made
     old # Node of the loss that it found
 )->bool:

@@ -73,7 +73,9 @@ class DistributedTrainer(AgreeingCallback):
         self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, _plain=False, _through=None, compares=False)
 
     @property
-    def size(self): return self.phases.size if self.job else 1
+    def size(self):
+        "Number of ranks that train together; one while rank 0 evaluates on its own"
+        return self.phases.size if self.job else 1
 
 # %% ../../nbs/79_train.trainer.ipynb #2a2f9825
 def _warn_lone(env):
@@ -120,6 +122,7 @@ def _return(self:DistributedTrainer):
 # %% ../../nbs/79_train.trainer.ipynb #c5d0222a
 @patch
 def wrap(self:DistributedTrainer):
+    "Begin a fit: check that it makes steps, set precision and accumulation, and wrap the model"
     self.phases.fitting = True
     self.phases.check_steps()
     self.weigh.begin(self._window())
@@ -133,7 +136,7 @@ def wrap(self:DistributedTrainer):
 
 @patch
 def _window(self:DistributedTrainer):
-    "Return the accumulation window; fastai's `GradientAccumulation` needs help to count where there are several ranks"
+    "Return the accumulation window, with fastai's `GradientAccumulation` where it must count the samples of several ranks"
     steps = self.job.live.accumulate
     return Window(steps, first(self.learn._grab_cbs(GradientAccumulation)) if self.size>1 or steps>1 else None)
 
@@ -155,6 +158,7 @@ def _startup(self:DistributedTrainer):
 # %% ../../nbs/79_train.trainer.ipynb #8678512a
 @patch
 def unwrap(self:DistributedTrainer):
+    "End a fit: forget wrappers, phases and shares"
     self._through,self.compares = None,False
     if self.weigh is None: return
     self._events.around_loss = None
@@ -187,7 +191,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
 @patch
 @contextmanager
 def _whole_again(self:DistributedTrainer):
-    "After an error the Learner is as before"
+    "Restore the Learner after an error in this context"
     learn,model = self.learn,self.learn.model
     try: yield
     except BaseException:
@@ -218,15 +222,26 @@ def _on_lr_find(self:DistributedTrainer, *args, **kwargs):
 
 # %% ../../nbs/79_train.trainer.ipynb #7136c59a
 @patch
-def before_train(self:DistributedTrainer): self.phases.start(StepDL)
+def before_train(self:DistributedTrainer):
+    "Open a phase over this rank's share of the training loader"
+    self.phases.start(StepDL)
+
 @patch
-def before_validate(self:DistributedTrainer): self.phases.start(EvalDL)
+def before_validate(self:DistributedTrainer):
+    "Open a phase over this rank's share of the loader that is evaluated"
+    self.phases.start(EvalDL)
 
 # %% ../../nbs/79_train.trainer.ipynb #28cdcc41
 @patch
-def after_train(self:DistributedTrainer): self._end_phase()
+def after_train(self:DistributedTrainer):
+    "Note that all batches of the phase are done"
+    self._end_phase()
+
 @patch
-def after_validate(self:DistributedTrainer): self._end_phase()
+def after_validate(self:DistributedTrainer):
+    "Note that all batches of the phase are done"
+    self._end_phase()
+
 @patch
 def _end_phase(self:DistributedTrainer):
     if self.phases.running: self.phases.running.ended = True # there is none where a callback cancelled before it began

@@ -35,24 +35,31 @@ from .passes import *
 class Weigh(Passes):
     "Weigh the loss of this rank's batch, and make gradients and losses those of all ranks"
     order = 11.02 # after the trainer and `Evaluate`
-    def __init__(self, **parts): super().__init__(terms=Terms(parts['phases'], parts['weights']), **parts)
+    def __init__(self,
+        **parts # As for `Passes`, and `sync_each`: whether DDP exchanges gradients in each batch of a window
+    ): super().__init__(terms=Terms(parts['phases'], parts['weights']), **parts)
 
     def _reset(self):
         super()._reset()
         self.unsynced,self.smooth,self.sent,self.known,self.each,self.grown = [],None,SimpleNamespace(sums=0., scales=0.),None,False,False
         self.terms.reset()
 
-    def begin(self, window): self.window = self.terms.window = window
+    def begin(self,
+        window # The `Window` of the fit
+    ):
+        "Begin a fit"
+        self.window = self.terms.window = window
 
 # %% ../../nbs/75_train.weigh.ipynb #ad416c8e
 @patch
 def wrap(self:Weigh):
-    "Let the layout wrap what the Learner trains now, and watch its backward passes"
+    "Wrap the parameters that the Learner trains now, and watch its backward passes"
     if self.layout.wrap(self.learn) and self.phases.open: self._tell()
     self.watch()
 
 @patch
 def before_batch(self:Weigh):
+    "Tell norms what part of the global batch the batch is"
     if self.weights.empty:
         for m in self.learn.metrics: vars(m).pop('accumulate', None) # they were silent for one batch
     self.weights.empty = False
@@ -117,7 +124,7 @@ def _exchange(self:Weigh):
 # %% ../../nbs/75_train.weigh.ipynb #2827ec1b
 @patch
 def _in_window(self:Weigh, d):
-    "Return what to scale the loss by within a window; `GradientAccumulation` has scaled by this rank's samples, and is told of those of all"
+    "Return the factor of the loss within a window; `GradientAccumulation` has scaled by this rank's samples, and gets the count of all ranks"
     win,cb = self.window,self.window.callback
     if not cb: return win.scale if win else 1.
     mine = find_bs(self.learn.yb)
@@ -162,7 +169,7 @@ def _read(self:Weigh, mean):
 # %% ../../nbs/75_train.weigh.ipynb #5fec2e93
 @patch
 def _count(self:Weigh, den, n):
-    "Let `GradientAccumulation` count the samples that were there, a part `n` of its window; where targets of some did not count, `den` is another"
+    "Make `GradientAccumulation` count the samples that there were, a part `n` of its window; `den` differs from `n` where some targets did not count"
     win,rank,(summed,counts) = self.window,self.phases.world.rank,self.reduction.kind
     grown,self.grown = self.grown,win.correct(round(n*win.callback.n_acc)) or self.grown
     if self.grown and not grown and not rank: warn('Batches got larger than they were planned, so with GradientAccumulation ranks may step later '
@@ -185,18 +192,24 @@ def _share_loss(self:Weigh):
 # %% ../../nbs/75_train.weigh.ipynb #3e6a1534
 @patch
 def before_train(self:Weigh):
+    "Note the smoothed loss with which the epoch begins"
     rec = getattr(self.learn, 'recorder', None)
     self.unsynced,self.smooth = [],(rec.smooth_loss.val,rec.smooth_loss.count) if rec else None
 
 @patch
-def after_train(self:Weigh): self._merge_losses()
+def after_train(self:Weigh):
+    "Put the losses of all ranks into the recorder"
+    self._merge_losses()
+
 @patch
-def after_fit(self:Weigh): self._merge_losses()
+def after_fit(self:Weigh):
+    "As `after_train`, where that was cancelled"
+    self._merge_losses()
 
 # %% ../../nbs/75_train.weigh.ipynb #949b1c90
 @patch
 def _merge_losses(self:Weigh):
-    "Put the losses of all ranks in the place of this rank's, in the recorder"
+    "Replace this rank's losses in the recorder by those of all ranks"
     rec = getattr(self.learn, 'recorder', None)
     if not self.unsynced or not rec: return
     losses,self.unsynced,avg = global_losses(self.unsynced),[],rec.smooth_loss

@@ -1,4 +1,4 @@
-"""What the batch of this rank weighs in the global batch
+"""Weight of this rank's batch in the global batch
 
 DDP averages gradients over ranks, as if the loss of each rank were the mean over the same number of things. Often it is not: the last batch is ragged, tokens are ignored, samples have class weights, the loss
 is a sum, or a callback has left samples out.
@@ -24,15 +24,17 @@ from .accumulate import *
 
 # %% ../../nbs/72_train.weights.ipynb #3cf0475b
 class Weights:
-    "The weight of this rank's current batch, in units in which the mean over ranks is about 1"
+    "Weight of this rank's current batch, in units in which the mean over ranks is about 1"
     def __init__(self,
         phases, # The Learner's `Phases`
-        reduction # How its loss reduces
+        reduction # The `Reduction` of its loss
     ):
         store_attr()
         self.reset()
 
-    def reset(self): self.per_sample,self.empty = None,False
+    def reset(self):
+        "Forget what belongs to a fit"
+        self.per_sample,self.empty = None,False
 
     @property
     def part(self):
@@ -41,7 +43,7 @@ class Weights:
 
     @property
     def samples(self):
-        "As `part`, with the samples that are there now"
+        "As `part`, with the samples that the batch has now in the place of the planned ones"
         learn,dl,k,part = self.phases.learn,self.phases.source,self.phases.learn.iter,self.part
         if not part or not isinstance(dl, DistributedDL) or not dl.bs and k not in dl.totals: return part
         total = dl.total(k)
@@ -62,14 +64,14 @@ def of_batch(self:Weights)->tuple: # Two numbers, or tensors on a GPU
 
 @patch
 def _counted(self:Weights, f, y):
-    "Return what the mean divides by on this rank; once a fit, learn how many targets a sample has at most"
+    "Return what the mean divides by on this rank; once a fit, exchange how many targets a sample has at most"
     if self.per_sample is None: self.per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([math.prod(y.shape[1:])*1.]), 'max').item()
     return normaliser(f, y)
 
 # %% ../../nbs/72_train.weights.ipynb #b1381f73
 @patch
 def fill(self:Weights):
-    "Give a rank that people's functions left no sample one that counts for nothing"
+    "Replace a batch without samples by one sample that counts for nothing"
     learn = self.phases.learn
     if not len(learn.yb) or _size_of(learn.yb)!=0: return
     one = lambda o: o.new_zeros(1, *o.shape[1:]) if isinstance(o, Tensor) and o.ndim and not len(o) else o
