@@ -1742,6 +1742,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer.DistributedTrainer._startup': ( 'train.trainer.html#distributedtrainer._startup',
                                                                                                 'fastdist/train/trainer.py'),
+                                        'fastdist.train.trainer.DistributedTrainer._through': ( 'train.trainer.html#distributedtrainer._through',
+                                                                                                'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer.DistributedTrainer._where': ( 'train.trainer.html#distributedtrainer._where',
                                                                                               'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer.DistributedTrainer._whole_again': ( 'train.trainer.html#distributedtrainer._whole_again',
