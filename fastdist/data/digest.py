@@ -1,4 +1,4 @@
-"""A few plain values that tell ranks whether their loaders hold the same
+"""Plain values by which ranks compare the data of their loaders
 
 Each rank builds its own data, and a random split without a seed comes out differently on each. Then samples that one rank trains on are in another's validation set, and no error shows it: all lengths
 agree.
@@ -29,11 +29,11 @@ from .sharding import *
 _all,_some = 5000,1000
 
 def _at(n):
-    "Return positions among `n` to compare: all, or evenly spaced ones"
+    "Return the positions of `n` items to compare: all, or evenly spaced ones"
     return range(n) if n<=_all else np.linspace(0, n-1, _some).astype(int).tolist()
 
 def _text(o):
-    "Return text that identifies item `o`: plain values, the end of a path, a digest of an array, of others their type"
+    "Return text that identifies item `o`: a plain value, the end of a path, a digest of an array, the type of any other"
     if isinstance(o, (str,PurePath)): return '/'.join(str(o).replace(os.sep, '/').rsplit('/', 3)[-3:])
     if o is None or isinstance(o, (Number,bytes)): return repr(o.item() if isinstance(o, np.generic) else o)
     if isinstance(o, (torch.Tensor,np.ndarray)): return array_digest(o)
@@ -59,8 +59,8 @@ def array_digest(
 # %% ../../nbs/32_data.digest.ipynb #6cbc77f6
 def items_digest(
     items # List, range, array, tensor, `DataFrame`, dictionary, or fastai's `L`
-)->str: # 16 characters; `None` where `items` is something else
-    "Return a digest of how many `items` there are, and of evenly spaced ones"
+)->str: # 16 characters; `None` for other types
+    "Return a digest of the number of `items`, and of evenly spaced ones"
     if isinstance(items, L): items = items.items
     if isinstance(items, pd.Series): items = items.to_frame()
     if isinstance(items, pd.DataFrame): return _frame_digest(items)
@@ -77,8 +77,8 @@ def _frame_digest(df):
 # %% ../../nbs/32_data.digest.ipynb #cf5c5ccc
 def dataset_digest(
     ds # Data set of any kind
-)->str: # 16 characters; `None` where nothing is known
-    "Return a digest of what `ds` was made of, without reading an item"
+)->str: # 16 characters; `None` if its items are unknown
+    "Return a digest of the paths, indices or labels that `ds` was made of, without reading an item"
     if isinstance(ds, IterableDataset): return
     if isinstance(ds, Subset): return _digest([str(items_digest(ds.indices)), str(dataset_digest(ds.dataset))])
     if isinstance(ds, ConcatDataset): return _digest([str(dataset_digest(o)) for o in ds.datasets])
@@ -91,7 +91,7 @@ def dataset_digest(
     return _digest(found) if found else None
 
 def _tells(o, ds):
-    "Return whether `o` is as long as `ds`, and plain throughout"
+    "Return whether `o` is as long as `ds`, and has plain values only"
     try: return len(o)==len(ds) and (not isinstance(o, (list,tuple)) or all(map(_plain, (o[i] for i in _at(len(o))))))
     except (TypeError,AttributeError,NotImplementedError): return False
 
@@ -99,14 +99,14 @@ def _plain(o): return isinstance(o, (str,PurePath,Number,bytes,torch.Tensor,np.n
 
 # %% ../../nbs/32_data.digest.ipynb #9dd5382e
 def _quiet(f, o):
-    "Return `f(o)`, `None` where somebody's data set raises an error"
+    "Return `f(o)`, or `None` if it raises an error"
     try: return f(o)
     except Exception: return None
 
 def data_digest(
     dl, # fastai or torch `DataLoader`
-    name:str='training' # What the loader is used for; part of the names
-)->dict: # Name -> number, text, flag or `None`, to be compared with other ranks' by `==` and shown to the user as it is
+    name:str='training' # Use of the loader; part of the names
+)->dict: # Name -> number, text, flag or `None`; compare values by `==`
     "Return `number of {name} samples`, `{name} batch size`, `{name} drop_last`, `{name} sampler`, `{name} data set` and the digests `{name} items` and `{name} sampler's choice` of loader `dl`"
     dl = vars(dl).get('dl', dl)
     torchs,(bs,drop_last) = isinstance(dl, TorchLoader),batching(dl)

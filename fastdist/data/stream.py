@@ -26,21 +26,23 @@ from .share import *
 
 # %% ../../nbs/34_data.stream.ipynb #4230f76b
 class StreamShare(Share):
-    "A `Share` that counts the global batches of a stream as they come"
+    "`Share` that counts the global batches of a stream as they are read"
     _sizes,_done = (),0
 
     def n_steps(self):
-        "Return the number of steps of rank 0, of a stream the number of its global batches that came"
+        "Return the number of steps of rank 0; for a stream, the number of global batches read so far"
         return len(self._sizes) if self._counts else super().n_steps()
 
-    def positions(self, rank):
-        "Return the place in the global order of each sample of `rank`"
+    def positions(self,
+        rank # Any rank
+    ):
+        "Return the position in the global order of each sample of `rank`"
         if not self._counts: return super().positions(rank)
         starts = np.cumsum([0,*self._sizes]).astype(int)
         return np.concatenate([np.empty(0, int), *(o+self._slice(m, rank) for o,m in zip(starts, self._sizes))])
 
     def gathered_order(self):
-        "Return the row of each sample of the global order where rows of all ranks are gathered rank by rank; needs slices without padding"
+        "Return, for each sample of the global order, its row among rows gathered rank by rank; needs slices without padding"
         return row_order(dealt(self._sizes, self.world_size)) if self._counts else super().gathered_order()
 
     def _slice(self, m, rank): return slices(m, self.bs or 1, rank, self.world_size, pad=self.pad)
@@ -58,13 +60,13 @@ def _counts(self:StreamShare):
 
 @patch(as_prop=True)
 def is_dealt(self:StreamShare)->bool:
-    "Whether ranks share out what comes; not where `create_batches` of the user's makes batches from a stream"
+    "Whether ranks divide the samples; `False` if `create_batches` of the user makes batches from a stream"
     return not self._streams or self._counts
 
 # %% ../../nbs/34_data.stream.ipynb #1a6c6c50
 @patch
 def _counted(self:StreamShare, batches):
-    "Yield `batches`; those of a stream come with their sizes, from which weights and totals are counted"
+    "Yield `batches`; compute weights and totals of a stream from the sizes of its global batches"
     self._sizes,self._done = [],0
     for b in batches:
         if self._counts: b = self._count(*b)
@@ -76,7 +78,7 @@ def _counted(self:StreamShare, batches):
 # %% ../../nbs/34_data.stream.ipynb #c32d5921
 @patch
 def _count(self:StreamShare, m, first, b):
-    "Return `b`, this rank's slice of a global batch of `m` samples, after counting it; `first` is a digest of the batch's first sample"
+    "Return `b`, this rank's slice of a global batch of `m` samples, and count it; `first` is a digest of the batch's first sample"
     k = len(self._sizes)
     if self._joint and not k: _compare_streams(first)
     self._sizes.append(m)
@@ -86,7 +88,7 @@ def _count(self:StreamShare, m, first, b):
     return b
 
 def _compare_streams(first):
-    "Raise `ValueError` on all ranks unless `first`, a digest of the first sample, is the same on all"
+    "Raise `ValueError` on all ranks unless `first`, a digest of the first sample, is the same on all; one all-reduce"
     d = torch.tensor(int(first or '0', 16)>>2)
     hi,lo = all_reduce(torch.stack([d, -d]), 'max').tolist()
     if hi!=-lo: raise ValueError('Ranks read different streams: the first samples differ. HINT: give each rank the whole stream, it takes its part by itself; leave out what '
@@ -95,13 +97,13 @@ def _compare_streams(first):
 # %% ../../nbs/34_data.stream.ipynb #5606c128
 @patch
 def _read(self:StreamShare, i):
-    "Return item `i` without transforms, `None` for one that is skipped"
+    "Return item `i` without transforms, `None` for a skipped one"
     try: return self.source.create_item(i)
     except SkipItemException: return None
 
 @patch
 def _transformed(self:StreamShare, x):
-    "Return `x` after the item transforms, `None` for one that is skipped"
+    "Return `x` after the item transforms, `None` for a skipped one"
     try: return self.source.after_item(x)
     except SkipItemException: return None
 
@@ -118,7 +120,7 @@ def _raw(self:StreamShare, samps, g):
 # %% ../../nbs/34_data.stream.ipynb #733fe2dc
 @patch
 def _stream(self:StreamShare, samps):
-    "Yield for each global batch its size, a digest of its first sample, and this rank's slice, `None` where that is empty"
+    "Yield for each global batch its size, a digest of its first sample, and this rank's slice (`None` if empty)"
     o,g = self.source,(self.bs or 1)*self.world_size
     chunks = self._raw(samps, g)
     for raw in drawn_alike(chunks, self.rank, o) if self._joint else chunks:
@@ -130,12 +132,12 @@ def _stream(self:StreamShare, samps):
 # %% ../../nbs/34_data.stream.ipynb #65b88781
 @patch
 def _endless(self:StreamShare, idxs):
-    "Return this rank's slices of an order that has no end"
+    "Return this rank's slices of an endless order"
     return (o for i,o in enumerate(idxs) if i//(self.bs or 1)%self.world_size==self.rank)
 
 # %% ../../nbs/34_data.stream.ipynb #5089f2e4
 class Slices(IterableDataset):
-    "For each global batch of a torch loader's stream: its size, a digest of its first sample, and this rank's slice, `None` where that is empty"
+    "Data set of a torch loader's stream: for each global batch its size, a digest of its first sample, and this rank's slice (`None` if empty)"
     def __init__(self,
         share:Share # Of a torch loader
     ):
@@ -151,7 +153,7 @@ class Slices(IterableDataset):
 
 # %% ../../nbs/34_data.stream.ipynb #0cb7b5b8
 class InitWorker:
-    "Calls the user's `init` in a data worker that reads `Slices`, where torch then names the user's data set"
+    "Worker init function for `Slices`: sets the user's data set in torch's worker info, and calls the user's `init`"
     def __init__(self,
         init:callable=None # The user's `worker_init_fn`
     ): self.init = init

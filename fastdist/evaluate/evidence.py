@@ -1,4 +1,4 @@
-"""How the state of a metric may be merged, found out on copies of it
+"""Ways to merge the state of a metric, found by trials on copies
 
 Nothing says of a user's metric whether an attribute is a sum, a maximum or a list of rows, or whether the metric is a mean over samples at all.
 
@@ -28,7 +28,7 @@ ways = ('sum','rows','max','min','last')
 _of_the_step = 'loss','loss_grad','smooth_loss','iter','n_iter','train_iter','pct_train','dl','model','recorder','opt'
 
 class Batch(GetAttr):
-    "The Learner with another batch, for a metric to look at; `asked` are the things that are no other"
+    "Proxy for a Learner with another batch, for trials of a metric; `asked` has the names of attributes read that do not belong to the batch"
     _default = 'learn'
     def __init__(self, learn, pred, xb, yb, **kwargs):
         self.learn,self.pred,self.xb,self.yb,self.asked = learn,pred,xb,yb,set()
@@ -45,13 +45,13 @@ def rows_of(
     learn, # Learner with a batch
     n:int # Size of the batch
 )->dict: # Attribute name -> tensor, or nested tensors, with a row for each sample
-    "The batch, and what callbacks of the user's have put beside it"
+    "Return the batch, and the tensors with a row for each sample that callbacks have set on the Learner"
     own = {k:v for k,v in vars(learn).items() if isinstance(v, torch.Tensor) and v.ndim and len(v)==n and k not in ('loss','loss_grad')}
     return own | {k:getattr(learn, k) for k in ('pred','xb','yb')}
 
 # %% ../../nbs/43_evaluate.evidence.ipynb #214d55ac
 def _cut_batch(learn, n, at, change=None):
-    "The rows `at` of the batch, whose tensors, but for what went into the model, `change` makes others of"
+    "Return a `Batch` with the rows `at` of the batch, changed by `change`"
     cut = lambda o: o[at] if isinstance(o, torch.Tensor) and o.ndim and len(o)==n else o
     rows = {k:apply(cut, v) for k,v in rows_of(learn, n).items() if k not in ('x','y','learn')}
     return Batch(learn, **(change(rows) if change else rows))
@@ -66,7 +66,7 @@ def _plain_numbers(met): return {k:v for k,v in attrs_of(met).items() if is_numb
 def alike(
     a, b # Numbers, tensors, containers of them, objects that hold them
 )->bool:
-    "Return whether `a` and `b` are the same, but for rounding"
+    "Return whether `a` and `b` are equal up to rounding"
     if isinstance(a, (list,tuple)): return type(a) is type(b) and len(a)==len(b) and all(map(alike, a, b))
     if isinstance(a, dict): return isinstance(b, dict) and a.keys()==b.keys() and all(alike(v, b[k]) for k,v in a.items())
     if is_number(a): return is_number(b) and np.shape(a)==np.shape(b) and np.allclose(a, b, 1e-5, 1e-7, equal_nan=True)
@@ -75,27 +75,27 @@ def alike(
 
 def works_as(
     zero, parts, # As for `merge`
-    ab, # What the whole batch gave
+    ab, # Value after the whole batch
     sizes, how # As for `merge`
 )->bool:
-    "Return whether merging `parts` in the way `how` gives `ab`"
+    "Return whether `merge` of `parts` by `how` gives `ab`"
     try: return alike(merge(zero, list(parts), sizes, how), ab)
     except (TypeError,ValueError,RuntimeError): return False
 
 def _slices_do(ab, whole, batches):
-    "Has the metric the same value, and has it counted the same, and looked at nothing but samples?"
+    "Return whether slices suffice: the value and the numbers of `ab` and `whole` agree, and the metric has read nothing but samples"
     return not any(o.asked for o in batches) and alike(ab.value, whole.value) and alike(_plain_numbers(ab), _plain_numbers(whole))
 
 # %% ../../nbs/43_evaluate.evidence.ipynb #b025ffba
 def _found(zero, a, b, ab, sizes):
-    "Of each attribute that changes: the ways that make `ab` of `a` and `b`; before `value` is asked for, which may change more"
+    "Return, for each attribute that changes, the ways that give `ab` from `a` and `b`; call it before `value`, which may change more"
     zero,a,b,ab = map(attrs_of, (zero,a,b,ab))
     seen = [k for k in ab if not all(same_value(o.get(k), zero.get(k)) for o in (a,b,ab))]
     pickle.dumps([a[k] for k in seen])
     return {k:[w for w in ways if works_as(zero.get(k), [a.get(k),b.get(k)], ab[k], sizes, w)] for k in seen}
 
 def _differ(a, b):
-    "Do two metrics have different values? One that has none of a slice is another than one that has"
+    "Return whether the values of two metrics differ, or cannot be computed"
     try: return not alike(a.value, b.value)
     except Exception: return True
 
@@ -108,24 +108,24 @@ def _try(copies, learn, n):
 
 # %% ../../nbs/43_evaluate.evidence.ipynb #7d1e0a02
 def _class_axis(pred, y):
-    "Axis along which `pred` has a number for each class, where the targets `y` are classes"
+    "Return the axis of `pred` with a number for each class, `None` unless the targets `y` are classes"
     if isinstance(pred, torch.Tensor) and not y.is_floating_point(): return first(d for d in range(1, pred.ndim) if pred.shape[:d]+pred.shape[d+1:]==y.shape)
 
 def _others(pred, y, g):
-    "What the targets `y` might be, a tensor each"
+    "Return tensors like the targets `y` with other values: flipped, zeros, ones, predicted or random classes, predictions"
     dim,res = _class_axis(pred, y),[y, y.flip(0), torch.zeros_like(y), torch.ones_like(y)]
     if dim is not None: res += [pred.argmax(dim), torch.randint(pred.shape[dim], y.shape, generator=g)]
     elif isinstance(pred, torch.Tensor) and y.is_floating_point() and pred.numel()==y.numel(): res.append(pred.reshape(y.shape))
     return [o.as_subclass(torch.Tensor).to(y.device, y.dtype) for o in res]
 
 def _mix(t, ts, g):
-    "Each number of one of `ts`, as a tensor like `t`"
+    "Return a tensor like `t`, each number of which comes from a random one of `ts`"
     at = torch.randint(len(ts), (1,*t.shape), generator=g).to(t.device)
     return torch.stack(ts).gather(0, at)[0].as_subclass(type(t))
 
 # %% ../../nbs/43_evaluate.evidence.ipynb #7d1e0a03
 def _mixed(rows, ignore=False, preds=False):
-    "A batch's `rows` with other targets, among them, in `ignore`, such as losses leave out; and with other predictions"
+    "Return a batch's `rows` with mixed targets, with `ignore` some of -100, with `preds` mixed predictions too"
     g,pred = torch.Generator().manual_seed(0),rows['pred']
     more = lambda y: [torch.full_like(y, -100).as_subclass(torch.Tensor)] if ignore and y.ndim>1 and not y.is_floating_point() else []
     is_rows = lambda o: isinstance(o, torch.Tensor) and o.ndim
@@ -134,7 +134,7 @@ def _mixed(rows, ignore=False, preds=False):
     return rows | dict(pred=pred, yb=yb)
 
 def _tries(copies, learn, n):
-    "What the batch tells, and then what mixed ones do, of at least 32 samples unless these are large"
+    "Return the results of `_try` on the batch and on mixed ones, which have at least 32 samples unless samples are large"
     res,size = [_try(copies, learn, n)],sum(o.numel() for o in L(learn.xb) if isinstance(o, torch.Tensor))
     m = max(n, 32) if size*32/n<2**22 else n
     for how in ({}, dict(ignore=True), dict(preds=True)) if res[0][0] is not False else ():
@@ -153,18 +153,20 @@ def _verdict(met, tries):
 # %% ../../nbs/43_evaluate.evidence.ipynb #4ee405b6
 def _is_fastai(c): return c.__module__.startswith('fastai.') or c is object
 
-def must_try(met:Metric)->bool:
-    "Is `met` counted by a user's code, or the average of a function?"
+def must_try(
+    met:Metric # fastai's or a user's
+)->bool:
+    "Return whether `met` needs a trial: it runs code of the user, or averages a function"
     if type(met).accumulate is Metric.accumulate: return False
     own = {k for c in type(met).__mro__ if not _is_fastai(c) for k,v in vars(c).items() if isinstance(v, FunctionType)}
     return bool(own-{'__init__','reset'}) or is_average(met) or isinstance(met, AvgSmoothLoss)
 
 # %% ../../nbs/43_evaluate.evidence.ipynb #9a01c013
 def evidence(
-    met:Metric, # A metric to be tried, which has just been reset
-    learn # Learner with this rank's first batch, `None` where it has none
-): # Attribute name -> those of `ways` that put it together; `False` where slices will not do, `None` where the batch does not tell
-    "What a batch tells about `met`"
+    met:Metric, # A metric that has just been reset
+    learn # Learner with this rank's first batch, `None` if it has none
+): # Attribute name -> possible `ways`; `False` if the metric needs whole batches, `None` if the batch does not show it
+    "Return the ways to merge each attribute of `met`, from trials on a batch"
     n = find_bs(learn.yb or learn.xb) if learn is not None else 0
     if n<2: return
     copies = to_try(met)
@@ -177,9 +179,9 @@ def evidence(
 def _clear(found): return len(found)==1 or set(ways[:4])<=set(found)
 
 def plan(
-    found:list # What `evidence` is on each rank
-)->dict: # Attribute name -> way; `None` where the ranks have to put batches together
-    "How to put the states of a metric together, if all ranks agree that it can be done"
+    found:list # `evidence` of each rank
+)->dict: # Attribute name -> way; `None` if the metric needs whole batches
+    "Return the way to merge each attribute of a metric, if the evidence of all ranks agrees"
     some = [f for f in found if f is not None]
     if not some or any(f is False for f in some): return
     res = _common(some)
@@ -187,10 +189,10 @@ def plan(
 
 # %% ../../nbs/43_evaluate.evidence.ipynb #7d1e0a08
 def callbacks_read(
-    met:Metric, # A metric, of a user's perhaps
+    met:Metric, # fastai's or a user's
     learn # A Learner with callbacks
-)->list: # Of their names
-    "Return the callbacks of `learn` that the code of `met` names"
+)->list:
+    "Return the names of the callbacks of `learn` that the code of `met` reads"
     own = [getattr(v, 'fget', v) for c in type(met).__mro__ if not _is_fastai(c) for v in vars(c).values()]
     names = {o for f in own if isinstance(f, FunctionType) for o in f.__code__.co_names}
     return [cb.name for cb in learn.cbs if cb.name in names]
@@ -198,8 +200,8 @@ def callbacks_read(
 def why_apart(
     met:Metric, # A metric of `learn`, or `None`
     learn # The Learner
-)->str: # Empty where its code tells nothing
-    "Return what prevents `met` from being that of all samples"
+)->str: # Empty if its code reads no callback
+    "Return the reason why `met` cannot be computed over the samples of all ranks"
     names = callbacks_read(met, learn) if met is not None else []
     return f'It reads learn.{names[0]}, and what a callback keeps is of the samples of one rank. HINT: let the callback put what it has for each sample of a batch ' \
         'at the Learner (self.learn.mask = ...), where a metric finds that of all ranks, or count in the metric' if names else ''

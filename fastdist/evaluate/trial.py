@@ -1,7 +1,6 @@
-"""Trying out a user's code without leaving a trace
+"""Trials of a user's code on copies, without side effects
 
-Some things about a metric or a loss nobody says: does its state add up over parts of a batch, is it a mean or a sum? They show when it is tried on parts of the first
-batch. But it is the user's, and it may count its calls, print, or draw random numbers, and what it holds may be lists that `reset` empties in place.
+A metric or a loss does not declare whether its state adds up over parts of a batch, or whether it is a mean or a sum. A trial on parts of the first batch shows it. But it is the user's, and it may count its calls, print, or draw random numbers, and what it holds may be lists that `reset` empties in place.
 
 The tempting way is to copy the attributes and try the copy. That is one level: the list in a helper's dict is still the user's own, and the call appends to it. And a deep copy does not
 reach what is not held at all: a global counter, the variable of a closure, the terminal.
@@ -33,23 +32,26 @@ _shared = type,FunctionType,BuiltinFunctionType,ModuleType,torch.nn.Parameter
 _whole = Learner,Callback,DataLoaders,DataLoader,TorchLoader,Dataset
 
 class _File(io.BytesIO):
-    "Bytes of which there are at most `left`"
+    "`BytesIO` that raises `ValueError` beyond `left` bytes"
     left = 2**26
     def spend(self, n):
+        "Subtract `n` from `left`; raise `ValueError` unless that many are left"
         self.left -= n
         if self.left<0: raise ValueError('too large to be copied')
     def write(self, b):
+        "Write `b`, after `spend`"
         self.spend(memoryview(b).nbytes)
         return super().write(b)
 
 # %% ../../nbs/40_evaluate.trial.ipynb #9a01b011
 class _Dumper(pickle.Pickler):
-    "Pickles all but tensors, and what copies share with the original"
+    "Pickler that keeps tensors, and objects that copies share with the original, in `met`"
     def __init__(self, f):
         super().__init__(f)
         self.f,self.met,self.at = f,[],{}
 
     def persistent_id(self, o):
+        "Return the number of `o` in `met`, `None` for an object to pickle"
         if isinstance(o, _whole): raise ValueError(f'{type(o).__name__} is too much to be copied')
         if not isinstance(o, (torch.Tensor,*_shared)): return
         if id(o) not in self.at: self.at[id(o)] = self._meet(o)
@@ -68,12 +70,13 @@ class _Loader(pickle.Unpickler):
         self.met,self.made = met,{}
 
     def persistent_load(self, i):
+        "Return object `i`: a copy of a tensor, the same copy each time, or the shared object itself"
         o,t = self.met[i]
         if t is None: return o
         return self.made.setdefault(i, t.clone())
 
 class Copies:
-    "Makes copies of `o` as it is now, which share functions, classes, modules and parameters with it, and nothing else"
+    "Factory of copies of `o` in its present state; they share functions, classes, modules and parameters with it, and nothing else"
     def __init__(self, o):
         f = _File()
         d = _Dumper(f)
@@ -83,7 +86,9 @@ class Copies:
     def __call__(self): return _Loader(self.raw, self.met).load()
 
     @property
-    def shared(self): return [o for o,t in self.met if t is None]
+    def shared(self):
+        "Objects that copies share with the original"
+        return [o for o,t in self.met if t is None]
 
 # %% ../../nbs/40_evaluate.trial.ipynb #3dd2f824
 _pure = set('''abc builtins cmath collections copy copyreg dataclasses enum fastai fastcore fastdist functools itertools math numbers numpy operator re
@@ -94,7 +99,7 @@ _constants = numbers.Number,str,bytes,type(None),type(...),torch.Tensor,np.ndarr
 def _is_pure(name): return (name or '').partition('.')[0] in _pure
 
 def _unpacked(o):
-    "The functions that an attribute of a class stands for"
+    "Return the functions of attribute `o` of a class: getter and setter of a property, or the function itself"
     if isinstance(o, property): return [f for f in (o.fget,o.fset) if f]
     return [getattr(o, '__func__', o)]
 
@@ -105,9 +110,9 @@ def _quiet_class(c, seen):
 # %% ../../nbs/40_evaluate.trial.ipynb #16624e16
 def is_quiet(
     o, # A function, class, module or value that code names
-    seen:dict=None # By `id`: what has been looked at
+    seen:dict=None # Objects checked already, by `id`
 )->bool:
-    "Return whether code that uses `o` can change or show nothing but its arguments, as far as the code tells"
+    "Return whether code that uses `o` has no side effects except on its arguments, as far as its bytecode shows"
     seen = ifnone(seen, {})
     if id(o) in seen or isinstance(o, _constants): return True
     seen[id(o)] = o
@@ -127,7 +132,7 @@ def _quiet_function(f, seen):
 def _cells(f): return {k:c.cell_contents for k,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c!=type(c)()}
 
 def _named(f, op):
-    "What `op` loads from outside of `f`, in a list; empty where that is a variable of its own"
+    "Return a list with the value that `op` loads from outside of `f`; empty for a local variable"
     if op.opname in ('LOAD_GLOBAL','LOAD_NAME'): places = f.__globals__,vars(builtins)
     elif op.opname.endswith('DEREF'): places = _cells(f),
     else: return []
@@ -135,7 +140,7 @@ def _named(f, op):
 
 # %% ../../nbs/40_evaluate.trial.ipynb #9a01b003
 def _follow(o, ops):
-    "What stands at the end of a chain of attributes of `o`, and what is done with it"
+    "Return the value at the end of a chain of attribute loads on `o`, and the operation on it"
     for op in ops:
         if op.opname not in ('LOAD_ATTR','LOAD_METHOD') or isinstance(o, _constants) or callable(o) and not isinstance(o, type): return o,op
         try: o = getattr(o, op.argval) if isinstance(o, (ModuleType,type)) else inspect.getattr_static(o, op.argval)
@@ -148,7 +153,7 @@ def _is_change(op):
 
 # %% ../../nbs/40_evaluate.trial.ipynb #69c2a0be
 def _quiet_code(f, code, seen):
-    "Is the `code` of `f`, or of a function in it, quiet?"
+    "Return whether `code` of `f`, with the functions defined in it, is quiet"
     ops = list(dis.get_instructions(code))
     writes = any(op.opname=='STORE_SUBSCR' for op in ops)
     return (all(_quiet_op(f, op, ops[i+1:i+9], writes, seen) for i,op in enumerate(ops)) and
@@ -167,8 +172,8 @@ def _quiet_op(f, op, after, writes, seen):
 # %% ../../nbs/40_evaluate.trial.ipynb #e40ed41a
 def to_try(
     o # A user's metric, function, or object that is called
-): # A function that makes copies of `o`; `None` where their use could be noticed
-    "Return what makes copies of `o` to be tried out, unless the trial could leave a trace"
+): # A `Copies`; `None` if a trial could have side effects
+    "Return a `Copies` of `o` for trials, unless these could have side effects"
     try: copies = Copies(o)
     except Exception: return
     seen = {}
@@ -176,7 +181,7 @@ def to_try(
 
 @contextmanager
 def unnoticed():
-    "Inside, random numbers are drawn and warnings raised that nobody knows of after it"
+    "Restore random states after this context, and ignore warnings and compute no gradients inside it"
     with kept_random(), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter('ignore')
         yield

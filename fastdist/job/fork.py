@@ -62,7 +62,7 @@ def _be_rank(rank, fn, n, port, path, join, start):
     torch.save(res, path/str(rank))
 
 def _wait(ctx, timeout):
-    "Wait until all ranks of `ctx` have ended, or end those that are left"
+    "Wait until all ranks of `ctx` have ended; end the rest after `timeout` seconds or an error"
     end = time.monotonic()+timeout
     try:
         while not ctx.join(max(0, end-time.monotonic())):
@@ -75,11 +75,11 @@ def _wait(ctx, timeout):
 
 # %% ../../nbs/05_job.fork.ipynb #a9010e66
 def on_ranks(
-    fn:callable, # Called as `fn(rank)` on each rank; may be a lambda or a function of this notebook
+    fn:callable, # Called as `fn(rank)` on each rank; a lambda or a local function will do
     n:int=2, # Number of ranks
-    timeout:float=60, # Seconds until all are ended and `TimeoutError` is raised
+    timeout:float=60, # Seconds after which all ranks are ended and `TimeoutError` is raised
     join:bool=True, # Whether to make the process group before `fn`
-)->list: # What `fn` returned on each rank, in rank order
+)->list: # Results of `fn`, in rank order
     "Call `fn` on `n` CPU ranks forked from this process; raise `RankError` for the first that fails"
     with TemporaryDirectory() as d:
         _wait(start_processes(_be_rank, (fn, n, free_port(), Path(d), join, get_start_method(allow_none=True)), n, join=False, start_method='fork'), timeout)
