@@ -1,6 +1,6 @@
 """Errors of one rank, raised on all ranks at once with their cause
 
-A rank that fails leaves the others in a collective that never ends. What they learn, if anything, is that a connection broke, which happens to all of them and says nothing of the cause.
+A rank that fails leaves the others in a collective that never ends. At most they learn that a connection broke, which happens to all of them and does not show the cause.
 
 The tempting way is to catch the error and to tell the others in a collective of its own. But they are in another one.
 

@@ -7,7 +7,7 @@ what each rank returned, or raises the error of the first that failed.
 Forking has a trap for every notebook. OpenMP, with which torch runs CPU kernels on several threads, holds its threads between
 kernels. A fork copies the book-keeping of these threads but not the threads, so the child waits for ever for helpers that do not exist, as soon
 as it uses more than one. `notebook_launcher` forks, and so do data loader workers. The usual advice, one thread in the child, wastes the cores
-and breaks when somebody sets the number again.
+and breaks when other code sets the number again.
 
 The OpenMP runtime has a call that gives all its threads back, `omp_pause_resource_all`. Called by the parent just before it forks, there
 is nothing stale to copy, and both sides start new threads when they next need some.
