@@ -3,44 +3,44 @@
 - `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
 - `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
-- `fastdist.comm.control`: The control connection: all ranks, connected beside the process group
-- `fastdist.comm.exchanges`: Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
-- `fastdist.comm.faults`: An error on one rank is an error on all, at once and with its cause
-- `fastdist.comm.listener`: Connections from ranks of this job, and from nobody else
+- `fastdist.comm.control`: The control connection between all ranks, beside the process group
+- `fastdist.comm.exchanges`: Numbers and names of the exchanges between ranks, to find ranks in different ones
+- `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
+- `fastdist.comm.listener`: Authenticated connections between the ranks of one job
 - `fastdist.comm.messages`: Messages between two ranks, as lines of JSON over a socket
-- `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while the others wait
-- `fastdist.comm.rng`: What ranks must decide alike, and what they must not
+- `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
+- `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
-- `fastdist.comm.vote`: What one rank decides, all ranks do: meetings, votes, and notes of what rank 0 has done
-- `fastdist.comm.watchdog`: A rank that stops moving, or waits where the others do not come, is found and named
-- `fastdist.data.digest`: A few plain values that tell ranks whether their loaders hold the same
+- `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
+- `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
+- `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
 - `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
-- `fastdist.data.sharding`: Which sample goes where, by arithmetic on an order that all ranks share
-- `fastdist.data.share`: The part of a loader's samples that falls to one rank, and what its batches weigh
+- `fastdist.data.sharding`: The samples of each rank, by arithmetic on an order that all ranks share
+- `fastdist.data.share`: The samples of a loader that belong to one rank, and the weights of its batches
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.stream`: Iterable data sets: each rank reads the whole stream and keeps its slice of every global batch
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
 - `fastdist.evaluate.activations`: Statistics of activations over the samples of all ranks
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
-- `fastdist.evaluate.evidence`: How the state of a metric may be merged, found out on copies of it
-- `fastdist.evaluate.loss`: What a rank's loss weighs in a step, and how all ranks learn the loss of all, for nothing
-- `fastdist.evaluate.merge`: What a metric has counted on each rank becomes what one process would have counted
-- `fastdist.evaluate.metrics`: Metrics and losses of all ranks, put together once
-- `fastdist.evaluate.predictions`: What `get_preds` collects, of all ranks and in the order of the data set
-- `fastdist.evaluate.record`: One set of numbers after an epoch, on all ranks
-- `fastdist.evaluate.reduction`: How a Learner's loss makes one number of a batch, found out by all ranks together
-- `fastdist.evaluate.trial`: Trying out a user's code without leaving a trace
-- `fastdist.job.accelerate`: Hugging Face Accelerate, told where this process stands
+- `fastdist.evaluate.evidence`: Ways to merge the state of a metric, found by trials on copies
+- `fastdist.evaluate.loss`: Reduction and normaliser of a loss, and the loss of all ranks at no extra exchange in a step
+- `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
+- `fastdist.evaluate.metrics`: Metrics and losses of all ranks, merged in one exchange
+- `fastdist.evaluate.predictions`: Predictions of `get_preds` from all ranks, in the order of the data set
+- `fastdist.evaluate.record`: The same recorded numbers on all ranks after each epoch
+- `fastdist.evaluate.reduction`: The reduction of a Learner's loss over a batch, found by all ranks together
+- `fastdist.evaluate.trial`: Trials of a user's code on copies, without side effects
+- `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
 - `fastdist.job.callbacks`: Callbacks that are on a Learner only inside a job, and those that only rank 0 runs
-- `fastdist.job.description`: How many ranks, on what, in which precision: said before there are any
-- `fastdist.job.errors`: The exceptions that users meet
+- `fastdist.job.description`: Number, device and precision of the ranks, described before they start
+- `fastdist.job.errors`: The exceptions that fastdist raises
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
-- `fastdist.job.group`: A process joins its job, and leaves it
+- `fastdist.job.group`: Join a process to its job, and undo that
 - `fastdist.job.options`: Options of Accelerate, honoured or refused
 - `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
 - `fastdist.job.spawn`: Ranks that a head process starts, watches and ends
-- `fastdist.job.store`: Where the ranks of a job meet
-- `fastdist.job.tracebacks`: Errors shown once, with the user's own code at a glance
+- `fastdist.job.store`: The key-value store in which the ranks of a job meet
+- `fastdist.job.tracebacks`: Short tracebacks, printed by one rank
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
 - `fastdist.observe.bench`: Times of an exchange and of a step on this machine

@@ -29,14 +29,15 @@ from .train.trainer import *
 from .learner import *
 
 # %% ../nbs/91_saving.ipynb #d27ff9b7
-def _in_job(learn):
-    "Return whether `learn` trains on several ranks at the moment"
-    return any(cb.size>1 for cb in learn._grab_cbs(DistributedTrainer))
+def _layout(learn):
+    "Return how the parameters of `learn` lie on the ranks that it trains on at the moment; `None` in one process"
+    return first(cb.layout for cb in learn._grab_cbs(DistributedTrainer) if cb.size>1)
 
 def _write_on_rank0(learn, file, put, where):
     "Write on rank 0 to the file that `where` finds for `file`, and return its name; in a job of several ranks the others wait, and return rank 0's name"
     named,name,write = isinstance(file, (str,Path)),file,lambda: write_whole(put, where(file))
-    if _in_job(learn): _,name = rank0_named(write, str(file) if named else type(file).__name__)
+    if layout := _layout(learn):
+        with layout.whole(): _,name = rank0_named(write, str(file) if named else type(file).__name__)
     elif not rank_distrib(): write()
     return name if named else file
 

@@ -8,6 +8,7 @@ from fastai.torch_core import distrib_barrier
 from fastdist import *
 from fastdist.comm.collectives import all_reduce
 from fastdist.comm.rank0 import rank0_alone,without_barrier
+from procs import await_that
 
 def ranks(f, n=2, **kw): return on_ranks(f, n, **({'join':False} | kw))
 
@@ -18,6 +19,13 @@ def slowly(rank, what='', secs=.2):
     note(rank, what+'in')
     time.sleep(secs)
     note(rank, what+'out')
+    return rank
+
+def meeting(rank, n):
+    "Stays until `n` ranks are in"
+    note(rank, 'in')
+    await_that(lambda: sum(o.startswith('in') for o in log())>=n, 20)
+    note(rank, 'out')
     return rank
 
 def log(): return Path('log').read_text().split()
@@ -45,7 +53,7 @@ def test_rank_0_goes_first(size, before):
     def f(rank):
         before() if before is over_tcp else before(None)
         had = dist.is_initialized()
-        res = rank0_first(slowly, rank),dist.is_initialized()==had
+        res = rank0_first(partial(meeting, n=size) if rank else slowly, rank),dist.is_initialized()==had
         part(rank, size)
         return res
     test_eq(ranks(f, size), [(i,True) for i in range(size)])
@@ -137,7 +145,7 @@ def test_nodes_and_all_nested(outer):
 def test_one_rank_a_node():
     def f(rank):
         on_nodes(rank, 1, 3)
-        return rank0_first(slowly, rank, local=True)
+        return rank0_first(meeting, rank, 3, local=True)
     test_eq(ranks(f, 3), [0,1,2])
     test_eq(sorted(log()[:3]), ['in0','in1','in2'])
 

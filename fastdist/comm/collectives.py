@@ -26,22 +26,22 @@ from .control import *
 
 # %% ../../nbs/23_comm.collectives.ipynb #357c4b58
 def grouped()->bool:
-    "Return whether there are other ranks; raise `WorldError` where there should be a process group and none is"
+    "Return whether there are other ranks; raise `WorldError` if there should be a process group and there is none"
     if dist.is_initialized(): return dist.get_world_size()>1
     w = World.from_env()
     if w.size==1: return False
     raise WorldError(f'{w.source} started {w.size} ranks, but there is no process group. HINT: call this inside `learn.distrib_ctx()`, or after `setup_distrib()`')
 
 # %% ../../nbs/23_comm.collectives.ipynb #fc69a9fb
-def comm_device()->torch.device: # The CPU if the process group takes its tensors
-    "Return the device for small tensors that are to be exchanged"
+def comm_device()->torch.device: # The CPU if the process group supports it
+    "Return the device on which to exchange small tensors"
     return torch.device('cpu') if 'cpu:' in str(dist.get_backend_config()) else torch.device('cuda', torch.cuda.current_device())
 
 def exchange(
-    name:str=None, # The same on all ranks; by default that of the function which asks for it
+    name:str=None, # The same on all ranks; the name of the calling function by default
     kind:str='exchange' # As for `Exchanges.begin`; ranks wait for each other before an 'exchange' begins
 ):
-    "Count the code inside as one exchange with a name, where there is a control connection"
+    "Return a context that counts the code inside as one exchange `name`, if there is a control connection"
     line = control_connection()
     if not line or line.failed or line.exchanges.inside: return nullcontext()
     return line.exchange(name or asking(sys._getframe(1)), kind)
@@ -83,9 +83,9 @@ def broadcast_obj(
 # %% ../../nbs/23_comm.collectives.ipynb #e2998c6f
 def gather_rows(
     t:torch.Tensor, # Shape `(n, ...)`; `n` may differ between ranks and be 0
-    dst:int=None # The rank that gets them; all ranks by default
-)->list: # One tensor a rank, in rank order; empty where they are not wanted
-    "Return the rows of each rank's `t`, in two collectives"
+    dst:int=None # The rank that receives the rows; all ranks by default
+)->list: # One tensor a rank, in rank order; empty on other ranks than `dst`
+    "Return the tensor `t` of each rank, in two collectives"
     if not grouped(): return [t]
     with exchange():
         ns = [o.item() for o in _all_gather(torch.tensor([len(t)]))]
@@ -101,12 +101,13 @@ def _all_gather(t, dst=None):
 
 # %% ../../nbs/23_comm.collectives.ipynb #77dd727d
 class _Packer(pickle.Pickler):
-    "Pickle everything but tensors, which are put aside"
+    "Pickler that keeps tensors apart, in `tensors`"
     def __init__(self, f):
         super().__init__(f)
         self.tensors,self.end = [],0
 
     def persistent_id(self, o):
+        "Return a description of tensor `o`, and store its bytes in `tensors`; `None` for other objects"
         if not isinstance(o, torch.Tensor) or o.layout!=torch.strided or o.is_quantized: return
         raw,start = torch.empty(o.numel(), dtype=o.dtype).copy_(o.detach().reshape(-1)).view(torch.uint8),self.end
         self.tensors.append(F.pad(raw, (0, -len(raw)%16)))
@@ -119,12 +120,13 @@ class _Unpacker(pickle.Unpickler):
         self.raw = raw
 
     def persistent_load(self, pid):
+        "Return the tensor that `pid` describes"
         start,n,dtype,shape,cls = pid
         return self.raw[start:start+n].clone().view(dtype).view(shape).as_subclass(cls)
 
 # %% ../../nbs/23_comm.collectives.ipynb #550b7dee
 def _pack(o):
-    "Return the bytes of `o`: the length of its pickle, the pickle without tensors, the tensors"
+    "Return the bytes of `o`: length of the pickle, pickle without tensors, tensors"
     f = io.BytesIO()
     p = _Packer(f)
     p.dump(o)
@@ -137,7 +139,7 @@ def _unpack(raw):
 
 def gather_objs(
     o, # Picklable; tensors come back on the CPU
-    dst:int=None # The rank that gets them; all ranks by default
-)->list: # Of all ranks, in rank order; empty where they are not wanted
+    dst:int=None # The rank that receives the objects; all ranks by default
+)->list: # Objects in rank order; empty on other ranks than `dst`
     "Return the object `o` of each rank"
     return list(map(_unpack, gather_rows(_pack(o), dst))) if grouped() else [o]

@@ -1,4 +1,4 @@
-"""Exchanges between ranks, counted and named, so that ranks that stand in different ones are found
+"""Numbers and names of the exchanges between ranks, to find ranks in different ones
 
 A collective pairs the $k$-th call of one rank with the $k$-th call of every other. It does not look at what is called. A rank that predicts while the others train sends the order of its
 data where they expect gradients: both wait for ever, or both go on with garbage.
@@ -21,19 +21,19 @@ from fastcore.all import *
 
 # %% ../../nbs/17_comm.exchanges.ipynb #de456348
 class Exchanges:
-    "Count of the exchanges that this process's main thread has begun, and a stack of those that it is in"
+    "Number of exchanges that this process's main thread has begun, and the stack of open ones"
     def __init__(self): self.n,self.open = 0,[]
 
     def begin(self,
         name:str, # The same on all ranks
-        kind:str='exchange' # 'step' for one that computes as well, 'cancel' for an agreement on an exception, 'note' for one that counts for nobody else
+        kind:str='exchange' # 'step' for one that also computes, 'cancel' for an agreement on an exception, 'note' for one that is not counted
     ):
-        "Note that an exchange begins"
+        "Record the beginning of an exchange"
         if kind!='note': self.n += 1
         self.open.append((self.n, name, kind, time.monotonic()))
 
     def end(self):
-        "Note that the exchange which began last has ended"
+        "Record the end of the exchange that began last"
         self.open.pop()
 
     @property
@@ -67,7 +67,7 @@ def module_of(
 def frames_of(
     frame # Innermost frame of a thread
 ): # Generator of frames
-    "Go through the frames of a thread, innermost first, without those of locks and context managers"
+    "Yield the frames of a thread, innermost first, except those of locks and context managers"
     while frame:
         if module_of(frame) not in ('threading','contextlib'): yield frame
         frame = frame.f_back
@@ -83,7 +83,7 @@ def is_waiting(
 def in_callback(
     frame # Innermost frame of a thread
 )->str: # Empty outside of callbacks
-    "Return the callback that a thread is in, and its event"
+    "Return the name and event of the callback that a thread runs"
     calls = [f.f_locals for f in frames_of(frame) if f.f_code.co_name=='__call__' and isinstance(f.f_locals.get('event_name'), str)]
     return next((f", {type(o['self']).__name__}.{o['event_name']}" for o in calls if hasattr(type(o['self']), o['event_name'])), '')
 
@@ -100,7 +100,7 @@ def is_library(
 def place_of(
     frame # Innermost frame of a thread
 )->str: # File, line and function; empty where all is libraries
-    "Return where in the user's code a thread is"
+    "Return the place of a thread in the user's code"
     f = next((f for f in frames_of(frame) if not is_library(f)), None)
     return f'{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}' if f else ''
 
@@ -108,7 +108,7 @@ def place_of(
 def asking(
     frame # Innermost frame of a thread
 )->str:
-    "Return the name of the function that asks for a collective of ours, or of torch's own collective"
+    "Return the name of the function that calls one of fastdist's collectives, or the name of torch's collective"
     while frame and (module_of(frame) in (f'{_storey}.collectives','contextlib') or frame.f_code.co_name.startswith('<')): frame = frame.f_back
     torchs = frames_of(frame) if module_of(frame).startswith('torch.') else []
     names = [(module_of(f), f.f_code.co_name) for f in torchs if f.f_code.co_name!='wrapper']
@@ -123,7 +123,7 @@ def numbered(
     return f'rank{"s" if len(ranks)>1 else ""} {", ".join(map(str, ranks[:8]))}{" and others" if len(ranks)>8 else ""}'
 
 class Wait:
-    "A wait for other ranks, printed after half a minute, one minute, two minutes and so on, and an error after `timeout` seconds"
+    "Check to call while waiting for other ranks: prints the wait after 30 s, 60 s, 120 s and so on, and raises `TimeoutError` after `timeout` seconds"
     def __init__(self,
         timeout:float, # Seconds until `TimeoutError` is raised
         notice:float=30. # Seconds until the wait is printed for the first time
@@ -131,10 +131,10 @@ class Wait:
         self.since,self.timeout,self.notice,self.place = time.monotonic(),timeout,notice,place_of(sys._getframe())
 
     def __call__(self,
-        who:str, # Whoever waits
-        whom:str # Whoever is waited for
+        who:str, # Name of the rank that waits
+        whom:str # Name of the rank that it waits for
     ):
-        "Print the wait if it is time, or raise `TimeoutError`; call it again and again"
+        "Print the wait when a notice is due; raise `TimeoutError` after `timeout` seconds"
         secs = time.monotonic()-self.since
         if secs>self.timeout: raise TimeoutError(f'{who} has waited {secs:.0f} s for {whom}. HINT: every rank has to come there; distrib_ctx(patience=...) waits longer')
         if secs<self.notice: return
@@ -144,7 +144,7 @@ class Wait:
     def for_rank0(self,
         rank:int # This rank
     )->callable: # Without parameters
-        "Return a check of this rank's wait for rank 0, as for `awaited`"
+        "Return a `check` for `awaited` that reports this rank's wait for rank 0"
         return lambda: self(f'rank {rank} in {self.place}', 'rank 0 to come there')
 
 # %% ../../nbs/17_comm.exchanges.ipynb #82a1b52f
@@ -152,9 +152,9 @@ def report(
     ex:Exchanges, # Of this process
     frame, # Innermost frame of its main thread
     now:float, # `time.monotonic()`
-    moved:float # When the main thread was last seen to do something
+    moved:float # Time of the last progress of the main thread
 )->dict: # `n`, `name` and `kind` of the exchange (`None`, `''` where it is in none), seconds that it has waited or 0, and its place
-    "Return where the main thread is: in which exchange, how long it has waited, at which line"
+    "Return the exchange, the waiting time and the line of the main thread"
     at = ex.open[-1:] # by now it may have ended
     n,name,kind,since = at[0] if at else (ex.n,None,'',moved)
     waits = kind not in ('','step') or is_waiting(frame) and (kind=='step' or module_of(next(frames_of(frame))).startswith('torch.distributed'))
@@ -165,7 +165,7 @@ def report(
 def are_apart(
     a:dict, # Report of one rank
     b:dict, # Report of another
-    all_wait:bool=True # Whether every rank waits, so that none can still come and let one of these two go on
+    all_wait:bool=True # Whether every rank waits, so that no third rank can end the wait of one of these two
 )->bool:
     "Return whether two ranks wait for each other in different exchanges"
     if 'note' in (a['kind'],b['kind']): return False
@@ -181,7 +181,7 @@ def in_words(
     rank:int, # Number of a rank
     o:dict # Its report
 )->str:
-    "Return where `rank` stands, as a line"
+    "Return a line that describes the report `o` of `rank`"
     return f'  rank {rank} in {o["name"] or "code of its own"}' + ''.join(f', {o[k]}' for k in ('where','place') if o.get(k))
 
 def apart_text(

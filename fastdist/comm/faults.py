@@ -1,6 +1,6 @@
-"""An error on one rank is an error on all, at once and with its cause
+"""Errors of one rank, raised on all ranks at once with their cause
 
-A rank that fails leaves the others in a collective that never ends. What they learn, if anything, is that a connection broke, which happens to all of them and says nothing of the cause.
+A rank that fails leaves the others in a collective that never ends. At most they learn that a connection broke, which happens to all of them and does not show the cause.
 
 The tempting way is to catch the error and to tell the others in a collective of its own. But they are in another one.
 
@@ -27,7 +27,7 @@ from .control import *
 
 # %% ../../nbs/20_comm.faults.ipynb #8eacc6bd
 class Faults(ControlConnection):
-    "Control connection over which all ranks learn of an error on one of them, and raise it"
+    "Control connection over which all ranks receive the error of one of them, and raise it"
     def __init__(self,
         world, # As for `ControlConnection`
         tick=1. # As for `ControlConnection`
@@ -37,10 +37,10 @@ class Faults(ControlConnection):
         self.errors = {} # rank -> last line of its error, where it was told
         self.heard_of = None # first error of another rank, its generation, when it came
         self.trouble = None # the same, once it is time to raise it
-        self.failed = False # has this rank failed, and told it?
-        self.armed,self.amid = False,None # may the main thread be interrupted; id of the error that it was handling when it was armed
-        self.was_cut = False # has the process group been aborted?
-        self.main,self.signal = False,UrgentSignal(self._interrupt) # is `ident` Python's main thread; with which it is interrupted
+        self.failed = False # whether this rank has failed, and has told the others
+        self.armed,self.amid = False,None # whether the main thread may be interrupted; id of the error that it was handling when it was armed
+        self.was_cut = False # whether the process group has been aborted
+        self.main,self.signal = False,UrgentSignal(self._interrupt) # whether `ident` is Python's main thread; the signal that interrupts it
 
 # %% ../../nbs/20_comm.faults.ipynb #2d8a91e2
 @patch
@@ -63,7 +63,7 @@ def _lost(self:Faults, rank, why): self.tell_error(rank, why, math.inf)
 # %% ../../nbs/20_comm.faults.ipynb #d62696f3
 @patch
 def _is_first(self:Faults, gen):
-    "Return whether no error of generation `gen` has been reported, and note that one is now"
+    "Return whether this is the first error of generation `gen`, and mark the generation as reported"
     with self.news:
         known = gen in self.reported
         self.reported.add(gen)
@@ -79,7 +79,7 @@ def tell_error(self:Faults,
     text:str, # Its traceback, or how it ended
     gen:float # Generation of the error
 ):
-    "Tell all ranks of an error, if it is the first of its generation; of a later one of rank 0 itself only the last line"
+    "Send the first error of a generation to all ranks; send only the last line of a later error of rank 0"
     if self._is_first(gen): self.tell('error', rank=rank, text=text, gen=gen)
     elif self.rank==rank==0: self.tell('failed', text=_last_line(text))
     else: self._on_failed(rank, text)
@@ -101,15 +101,15 @@ def _on_failed(self:Faults, rank, text):
 
 @patch
 def _fail(self:Faults, err, gen):
-    "Note `err`, unless an error was noted before or this rank has gone on since"
+    "Record `err`, unless an error is recorded already or `gen` is over"
     with self.news:
         if gen>=self.generation and not self.heard_of: self.heard_of = err,gen,time.monotonic()
 
 # %% ../../nbs/20_comm.faults.ipynb #24100236
 @patch
 def tell_stuck(self:Faults,
-    text:str, # Where it stands
-    rank:int # The rank that is stuck, `None` where no single one is
+    text:str, # Place of the rank
+    rank:int # The rank that is stuck, `None` where several are
 ):
     "Raise `RankError` on all ranks, this one included"
     if self._is_first(self.generation): self.tell('stuck', rank=rank, text=text, gen=self.generation)
@@ -133,9 +133,9 @@ def _thread_failed(self:Faults, e):
 # %% ../../nbs/20_comm.faults.ipynb #74afb4f5
 @patch
 def failed_here(self:Faults,
-    e:BaseException # Raised on this rank, and not because of another
+    e:BaseException # Raised on this rank
 ):
-    "Tell all ranks that `e` was raised here; only the first call of a generation counts"
+    "Send `e` to all ranks as an error of this rank, or of the rank that a `RankError` names; only the first call of a generation has an effect"
     if self.failed: return
     if isinstance(e, RankError) and e.rank not in (None,self.rank):
         self.failed,self.armed = True,False
@@ -147,7 +147,7 @@ def failed_here(self:Faults,
 def as_rank0(self:Faults,
     wait:float=0.3 # Seconds to wait for rank 0's error
 )->bool:
-    "Return whether this rank failed as rank 0 did, which shows the error for both"
+    "Return whether rank 0 failed with the same error as this rank, and shows it for both"
     with self.news: self.news.wait_for(lambda: 0 in self.errors or 0 in self.left, wait if self.rank else 0)
     return self.rank>0 and self.errors.get(0)==self.errors.get(self.rank)!=None
 
@@ -161,7 +161,7 @@ def _next_look(self:Faults):
 
 @patch
 def _interfere(self:Faults, now):
-    "Interrupt the main thread, and abort the process group, because of an error that came half a second ago or earlier"
+    "Interrupt the main thread and abort the process group, half a second or more after the error of another rank was received"
     with self.news: # until all is done, the main thread cannot go on to the next generation
         if not self.heard_of or self.failed or now-self.heard_of[2]<_grace: return
         owner = group_owner() if self.trouble and not self.was_cut else None # a tick later: what gloo is about to begin when its connections break, it may lose
@@ -177,13 +177,13 @@ def _swallows(frame):
 
 @patch
 def arm(self:Faults):
-    "Let the main thread be interrupted from now on"
+    "Permit the thread to interrupt the main thread from now on"
     if self.main and not self.closed: self.signal.install()
     self.amid,self.armed = id(sys.exc_info()[1]),True
 
 @patch
 def _interrupt(self:Faults, frame):
-    "Return whether the signal was meant for this rank, and raise the error of another one if that may be raised at `frame`"
+    "Return whether the thread sent the signal; raise the error of another rank if it may be raised at `frame`"
     if not (self.trouble and self.armed): return False
     e = sys.exc_info()[1]
     if (e is None or id(e)==self.amid) and not _swallows(frame): self.check()
@@ -192,7 +192,7 @@ def _interrupt(self:Faults, frame):
 # %% ../../nbs/20_comm.faults.ipynb #2b510ebf
 @patch
 def check(self:Faults):
-    "Raise the error of another rank, if there is one to raise"
+    "Raise the error of another rank, if one is due"
     if not self.trouble or self.failed: return
     self.armed = False
     raise self._new_error()
@@ -203,7 +203,7 @@ def _new_error(self:Faults): return RankError(self.trouble.rank, self.trouble.ms
 @patch
 @contextmanager
 def shield(self:Faults):
-    "Do not interrupt the main thread inside this context"
+    "Keep other ranks' errors from interrupting the main thread inside this context"
     armed,self.armed = self.armed,False
     try: yield
     finally: self.armed = armed and not self.trouble
@@ -214,7 +214,7 @@ def cause(self:Faults,
     e:BaseException, # Raised on this rank
     wait:float=5. # Seconds to wait for the message
 )->RankError: # `None` where `e` is this rank's own error
-    "Return the error of another rank that `e` comes from; the main thread is not interrupted from now on"
+    "Return the error of another rank that caused `e`; the main thread is not interrupted from now on"
     self.armed = False
     if self.failed: return
     if self.trouble and isinstance(e, RankError): return self._new_error()
@@ -234,7 +234,7 @@ def _left_error(self:Faults):
 # %% ../../nbs/20_comm.faults.ipynb #bb780443
 @patch
 def renew(self:Faults):
-    "Begin a new generation: forget the error, unless it is one that no generation outlives"
+    "Begin a new generation: forget the error, unless it is the loss of a process"
     with self.news: self._next_generation()
     self.arm()
     self._renewed()
@@ -252,7 +252,7 @@ def _next_generation(self:Faults):
 # %% ../../nbs/20_comm.faults.ipynb #51a53735
 @patch
 def _before_close(self:Faults):
-    "Wait until the rank that shows the error has left, and a second longer"
+    "Wait until the rank that shows the error has left, and one second more"
     self.armed = False
     shows = 0 if self.as_rank0(0) else (self.trouble.rank or 0) if self.trouble else self.rank
     if shows==self.rank: return

@@ -1,4 +1,4 @@
-"""Connections from ranks of this job, and from nobody else
+"""Authenticated connections between the ranks of one job
 
 Rank 0 listens on a port, and a port is open to whoever finds it: a scanner, a browser, a neighbour's job that got an old address. A stranger's bytes must not be
 parsed, must not be waited for, and must not take a rank's place.
@@ -45,9 +45,9 @@ def greet(
     sock:socket.socket, # Connected to a `Listener`
     secret:bytes, # Known to the ranks of the job
     rank:int, # Of this process
-    kind:str # What the connection is for: 'votes' or 'news'
+    kind:str # Use of the connection: 'votes' or 'news'
 )->socket.socket: # `sock`
-    "Prove to the listener behind `sock` that this is `rank`; raise `ConnectionError` unless it knows `secret` too, `WorldError` if it knows another process as `rank`"
+    "Prove to the listener at `sock` that this is `rank`; raise `ConnectionError` unless it knows `secret`, `WorldError` if another process is `rank` already"
     nonce,hello = _exactly(sock, _n),_head.pack(_magic, rank, _kinds.index(kind), secrets.token_bytes(16))
     sock.sendall(hello+_proof(secret, nonce, hello))
     answer = _exactly(sock, _n)
@@ -59,8 +59,8 @@ def greet(
 # %% ../../nbs/18_comm.listener.ipynb #8a62001f
 def own_addresses(
     host:str # Name or address by which other nodes know this machine
-)->list: # `(family, address)` for each, as `socket` has them; empty where none is an interface's
-    "Return the addresses of `host` that belong to an interface of this machine and can be reached by others"
+)->list: # `(family, address)` of each, as in `socket`; empty if no interface has one
+    "Return the addresses of `host` that belong to an interface of this machine and that others can reach"
     res = []
     with suppress(OSError, UnicodeError):
         for family,_,_,_,addr in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
@@ -74,7 +74,7 @@ def _everywhere():
     return socket.create_server(('',0), family=socket.AF_INET6 if six else socket.AF_INET, backlog=1024, dualstack_ipv6=six)
 
 def _servers(addresses):
-    "Listening sockets at `addresses`, all on one port; on all interfaces where there is none"
+    "Return listening sockets at `addresses`, all on one port; without addresses one on all interfaces"
     res,port = [],0
     for family,addr in addresses:
         with suppress(OSError): res.append(socket.create_server((addr[0],port,*addr[2:]), family=family, backlog=1024))
@@ -95,11 +95,11 @@ def allow_files(
 
 # %% ../../nbs/18_comm.listener.ipynb #8126d44a
 class Listener:
-    "A port of rank 0 at which each other rank connects once for each kind of connection"
+    "Port of rank 0 to which each other rank connects once for each kind of connection"
     def __init__(self,
         world:World, # Of rank 0
         patience:float=10., # Seconds that a connection has for its proof
-        most:int=None # Connections that may wait for it; twice the number of ranks and 64 by default
+        most:int=None # Connections that may be pending; twice the number of ranks and 64 by default
     ):
         self.world,self.patience,self.most,self.secret = world,patience,ifnone(most, 64+2*world.size),secrets.token_bytes(_n)
         self.pending,self.known,self.sel = {},set(),selectors.DefaultSelector()
@@ -157,7 +157,7 @@ def _read(self:Listener, sock):
 
 @patch
 def _known(self:Listener, p):
-    "Return rank and kind of a greeting that is proved, `None` for any other"
+    "Return rank and kind of a greeting with a valid proof, `None` for any other"
     hello,proof = p.data[:_head.size],p.data[_head.size:]
     magic,rank,kind,_ = _head.unpack(hello)
     ok = hmac.compare_digest(proof, _proof(self.secret, p.nonce, hello))
@@ -182,7 +182,7 @@ def complete(self:Listener)->bool:
 
 @patch
 def close(self:Listener):
-    "Close the port, and the connections that have not proved anything; fine to call twice, and in a forked child"
+    "Close the port and the pending connections; safe to call twice, and in a forked child"
     for o in [*self.servers, *self.pending]: o.close()
     self.sel.close()
 
@@ -192,10 +192,10 @@ def dial(
     port:int, # Of its `Listener`
     secret:bytes, # Of its `Listener`
     rank:int, # Of this process
-    kind:str, # What the connection is for: 'votes' or 'news'
+    kind:str, # Use of the connection: 'votes' or 'news'
     timeout:float=60. # Seconds
 )->socket.socket: # Connected
-    "Connect to rank 0 and `greet` it; try again where it hung up, since strangers may crowd its port"
+    "Connect to rank 0 and `greet` it; try again where it hangs up, since strangers may crowd its port"
     end = time.monotonic()+timeout
     while True:
         sock = _reach(hosts, port, timeout)

@@ -27,7 +27,7 @@ def _set_options(sock):
 _longest = 1<<20
 
 def _message(raw):
-    "Return the message in `raw`; raise `ValueError` where there is none"
+    "Return the message in `raw`; raise `ValueError` unless it is one"
     with suppress(ValueError, RecursionError):
         msg = json.loads(raw)
         if isinstance(msg, dict) and isinstance(msg.get('kind'), str): return msg
@@ -44,13 +44,13 @@ class Line:
         _set_options(sock)
 
     def send(self, **msg):
-        "Send `msg`; an error of the connection is left to `read`"
+        "Send `msg`; errors of the connection are ignored here and show in `read`"
         with self.lock, suppress(OSError): self.sock.sendall(json.dumps(msg).encode()+b'\n')
 
 # %% ../../nbs/16_comm.messages.ipynb #bdabc07f
 @patch
 def read(self:Line)->list: # `None` where the connection has ended
-    "Return the messages that have come since the last call; raise `ValueError` for anything that is no message"
+    "Return the messages received since the last call; raise `ValueError` for a line that is not a message"
     try: data = self.sock.recv(1<<16)
     except OSError: data = b''
     if not data: return

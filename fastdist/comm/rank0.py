@@ -1,4 +1,4 @@
-"""Work that rank 0 does first, or alone, while the others wait
+"""Work that rank 0 does first, or alone, while other ranks wait
 
 A download, a vocabulary, a file: some work is to be done once, and the other ranks need its result.
 
@@ -42,35 +42,44 @@ def without_barrier(
 _outer = ContextVar('outer', default='')
 
 class _StoreNotes:
-    "Notes in the store where the ranks met, before there is a control connection; the count of calls is there too, since processes fork"
+    "Notes in the job's store, before there is a control connection; the store counts calls too, since processes fork"
     def __init__(self, w): self.w,self.store = w,job_store(w)
-    def count(self, name): return self.store.add(f'{name}/calls/{self.w.rank}', 1)
-    def begin(self, key): self.store.set(f'{key}/begun', '')
-    def put(self, key, what, note): self.store.set(key, note)
+    def count(self, name):
+        "Return the number of calls of `name` so far, this one included"
+        return self.store.add(f'{name}/calls/{self.w.rank}', 1)
+    def begin(self, key):
+        "Record that rank 0 begins the work"
+        self.store.set(f'{key}/begun', '')
+    def put(self, key, what, note):
+        "Write `note` at `key`"
+        self.store.set(key, note)
     def get(self, key, what, anywhere):
-        "Wait for the note at `key`, and return it; raise `TimeoutError` if rank 0 does not even begin within ten minutes"
+        "Return the note at `key` when it is set; raise `TimeoutError` unless rank 0 begins the work within ten minutes"
         wait = Wait(600.)
         begun = lambda: self.store.check([f'{key}/begun']) or wait(f'rank {self.w.rank} in {wait.place}', 'the first rank to come there')
         return awaited(self.store, key, begun).decode()
 
 # %% ../../nbs/24_comm.rank0.ipynb #f7aa7afb
-class _PassedBy(Exception): "Rank 0 has done work with another name at this place"
+class _PassedBy(Exception): "Raised where rank 0 has done work under another name at this place"
 
 class _LineNotes:
     "Notes over the control connection, inside a context"
     def __init__(self, line): self.line = line
-    def begin(self, key): pass
+    def begin(self, key): "No operation: inside a context the control connection shows where rank 0 is"
     def count(self, name):
+        "Return the number of calls of `name` in this generation, this one included"
         calls,call = self.line.calls,(self.line.generation,name)
         calls[call] = calls.get(call, 0)+1
         return calls[call]
-    def put(self, key, what, note): self.line.tell_note(key, what, note)
+    def put(self, key, what, note):
+        "Send `note`, with key `key`, about the work `what` to all ranks"
+        self.line.tell_note(key, what, note)
     def get(self, key, what, anywhere):
-        "Wait for the note at `key`, and return it; unless `anywhere`, raise an error if rank 0, which writes it, goes on without"
+        "Return the note at `key` when it is set; unless `anywhere`, raise an error if rank 0 passes this place without it"
         with exchange(what, 'note'): return self.line.note(key, self.line.check if anywhere else partial(self._must_come, what))
 
     def _must_come(self, what):
-        "Raise an error if rank 0 has gone on: `_PassedBy` if it has done the same under another name"
+        "Raise `RankError` if rank 0 has passed this place; `_PassedBy` if it has done the work under another name"
         missed = self.line.missed()
         if not missed: return
         if missed[1] and what!='rank0_first': raise _PassedBy(first(get_close_matches(what, missed[1], 1, 0)))
@@ -81,7 +90,7 @@ class _LineNotes:
 # %% ../../nbs/24_comm.rank0.ipynb #63de5408
 @contextmanager
 def _noted(w, name):
-    "Yield where notes are left, and the key of the note about this call: this rank's n-th call of `name` inside the same outer call"
+    "Yield the notes object, and the key of this call: the n-th call of `name` on this rank inside the same outer call"
     line,name = control_connection(),f'{_outer.get()}/{name!r}'
     notes = _LineNotes(line) if line else _StoreNotes(w)
     key = f'{name}/{notes.count(name)}'
@@ -90,7 +99,7 @@ def _noted(w, name):
     finally: _outer.reset(token)
 
 def _and_tell(func, notes, key, rank, what):
-    "Call `func`, and leave a note: empty, or this `rank` and its traceback"
+    "Return the result of `func`, and write a note: empty, or this `rank` and its traceback"
     note = ''
     notes.begin(key)
     try: return without_barrier(func)
@@ -108,7 +117,7 @@ def _wait_for(notes, key, what, anywhere=True):
 def rank0_first(
     func:callable, # Called on every rank
     *args,
-    local:bool=False, # Whether local rank 0 of each node goes first, for files on the node's own disk, and not rank 0 alone
+    local:bool=False, # Whether local rank 0 of each node goes first, and not rank 0 alone; for files on the node's own disk
     **kwargs
 ): # This rank's own result
     "Call `func` on rank 0, then on all other ranks at once; an error on rank 0 is raised on all"
@@ -127,14 +136,14 @@ def rank0_alone(
     name:str='', # Name of the work, the same on all ranks; the calls of each name are counted separately
     **kwargs
 ): # The result of `func` on rank 0, `None` elsewhere
-    "Call `func` on rank 0 while the others wait until it is done; an error on rank 0 is raised on all"
+    "Call `func` on rank 0 while the other ranks wait for its end; an error on rank 0 is raised on all"
     return rank0_named(partial(func, *args, **kwargs), name)[0]
 
 def rank0_named(
     func:callable, # Called on rank 0 only
     name:str # Name of the work, as for `rank0_alone`
-)->tuple: # As `rank0_alone` returns it, and the name that rank 0 gave
-    "Call `func` as `rank0_alone` does; warn if this rank has another name for the work than rank 0"
+)->tuple: # Result of `rank0_alone`, and the name on rank 0
+    "Call `func` as `rank0_alone` does; warn if the name on this rank differs from that on rank 0"
     w = this_world()
     if w.size==1: return func(),name
     with _noted(w, f'rank0_alone {name}') as (notes,key):
@@ -143,7 +152,7 @@ def rank0_named(
         except _PassedBy as e: return None,_renamed(name, e.args[0])
 
 def _renamed(mine, name):
-    "Warn that rank 0 has the name `name` for `mine`, note it for a later load, and return it"
+    "Warn that the name on rank 0 is `name` instead of `mine`, record it for a later load, and return it"
     warn(f'rank {control_connection().rank} asked for {mine!r} where rank 0 did {name!r}, and what rank 0 does counts. HINT: use one name on all ranks')
     control_connection().renamed[mine] = name
     return name

@@ -19,9 +19,9 @@ from fastcore.all import *
 
 # %% ../../nbs/15_comm.signals.ipynb #b7adf0b3
 class UrgentSignal:
-    "Handler of `SIGURG` above that of others"
+    "Handler of `SIGURG` that passes foreign signals on to the handler installed before it"
     def __init__(self,
-        handle:callable # Called with the frame that was interrupted; returns whether the signal was ours, or raises
+        handle:callable # Called with the interrupted frame; returns whether the signal was ours, or raises an error
     ):
         self.handle,self.below = handle,[] # handlers that stood there when ours was installed
 
@@ -32,7 +32,7 @@ class UrgentSignal:
         signal.pthread_kill(ident, signal.SIGURG)
 
 def _action(new=None):
-    "Return the C library's action for `SIGURG`, and put `new` in its place where that is given"
+    "Return the C library's action for `SIGURG`, and set `new` if given"
     old = create_string_buffer(512) # larger than a `struct sigaction` anywhere
     CDLL(None).sigaction(signal.SIGURG, new, old)
     return old
@@ -42,14 +42,14 @@ def _is_main(): return threading.current_thread() is threading.main_thread()
 # %% ../../nbs/15_comm.signals.ipynb #976ec485
 @patch
 def install(self:UrgentSignal):
-    "Install our handler above the one that is there; fine to call again, also after a user has installed another one above it"
+    "Install this handler and remember the present one; safe to call again, also after a user has installed another"
     if not _is_main() or signal.getsignal(signal.SIGURG)==self._called: return
     action = _action()
     self.below.append((signal.signal(signal.SIGURG, self._called),action))
 
 @patch
 def uninstall(self:UrgentSignal):
-    "Put back the handler below, unless another one stands above ours"
+    "Restore the previous handler, unless another one has been installed since"
     if not _is_main() or signal.getsignal(signal.SIGURG)!=self._called: return
     handler,action = self.below.pop()
     signal.signal(signal.SIGURG, handler or signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What one rank decides, all ranks do: meetings, votes, and notes of what rank 0 has done
+"""Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
 
 A callback stops the training on one rank, since a loss is not finite there. The others go on, and wait for a rank that does not come.
 
@@ -22,7 +22,7 @@ from .faults import *
 
 # %% ../../nbs/21_comm.vote.ipynb #7ef22d09
 class VotingConnection(Faults):
-    "Control connection over which ranks also meet, vote and leave notes"
+    "Control connection that also has meetings, votes and notes"
     patience,relayed = 600.,{'note'}
     def __init__(self,
         world, # As for `ControlConnection`
@@ -43,7 +43,7 @@ class VotingConnection(Faults):
 def meet(self:VotingConnection,
     timeout:float=None # Seconds; `patience` by default, and at least 10
 ):
-    "Wait until all ranks are here; raise an error if one has left or failed, or `TimeoutError` if it does not come in time"
+    "Wait until all ranks call `meet`; raise `RankError` if one has left or failed, `TimeoutError` after `timeout` seconds"
     wait = Wait(ifnone(timeout, max(10, self.patience)))
     self.meetings += 1
     self.tell_rank0('here', n=self.meetings)
@@ -88,7 +88,7 @@ _vote = struct.Struct('!IIB') # generation, topic, opinion
 @patch
 def agree(self:VotingConnection,
     n:int, # 0 to 255
-    name:str='a vote', # What is voted on; ranks that vote on something else are not counted, and `Exchanges` tells of it
+    name:str='a vote', # Topic of the vote, which `Exchanges` reports; votes on another topic are not counted
     kind:str='exchange', # As for `Exchanges.begin`
     announce:callable=noop # Called when the vote is open
 )->int: # The same on all ranks
@@ -103,7 +103,7 @@ def agree(self:VotingConnection,
 # %% ../../nbs/21_comm.vote.ipynb #ec8e191f
 @patch
 def _count(self:VotingConnection, n, topic):
-    "Return the largest `n` of all ranks: rank 0 finds it and sends it to the others"
+    "Return the largest `n` of all ranks, which rank 0 computes and sends to the others"
     try:
         if self.rank:
             self._cast(self.vote_lines[0], n, topic)
@@ -122,7 +122,7 @@ def _cast(self:VotingConnection, line, n, topic): line.sock.sendall(_vote.pack(s
 # %% ../../nbs/21_comm.vote.ipynb #cebfdd3f
 @patch
 def _ballot(self:VotingConnection, line, topic):
-    "Return what comes over `line` in this generation on `topic`, and drop what comes before it"
+    "Return the vote on `topic` in this generation from `line`, and drop the votes before it"
     while True:
         while len(line.rest)<_vote.size: self._receive(line)
         (gen,about,n),line.rest = _vote.unpack(line.rest[:_vote.size]),line.rest[_vote.size:]
@@ -143,7 +143,7 @@ def exchange(self:VotingConnection,
     name:str, # The same on all ranks
     kind:str='exchange' # As for `Exchanges.begin`
 ):
-    "Count the code inside as one exchange; one of kind 'exchange' begins when all ranks have come to it"
+    "Count the code inside as one exchange; one of kind 'exchange' begins when all ranks have reached it"
     with self.exchanges.of(name, kind):
         if kind=='exchange': self._count(0, zlib.crc32(name.encode()))
         yield
@@ -151,11 +151,11 @@ def exchange(self:VotingConnection,
 # %% ../../nbs/21_comm.vote.ipynb #cad9fa60
 @patch
 def tell_note(self:VotingConnection,
-    key:str, # Which call of what
-    name:str, # What this rank has done
-    text:str # How it went
+    key:str, # Identifies the call
+    name:str, # Name of the work that this rank has done
+    text:str # Empty, or the error
 ):
-    "Let all ranks know that this rank has done `name` at this place"
+    "Send all ranks a note that this rank has done `name` at this place"
     self.tell('note', n=self.exchanges.n, gen=self.generation, key=key, name=name, text=text)
 
 @patch
@@ -169,7 +169,7 @@ def _on_note(self:VotingConnection, rank, n, gen, key, name, text):
 @patch
 def note(self:VotingConnection,
     key:str, # As for `tell_note`
-    check:callable=noop # Called now and then; it may raise
+    check:callable=noop # Called several times a second; may raise an error
 )->str: # As for `tell_note`
     "Wait for the note at `key`, and return its text"
     with self.news:
@@ -181,19 +181,19 @@ def note(self:VotingConnection,
 # %% ../../nbs/21_comm.vote.ipynb #df07adc4
 @patch
 def answer_note(self:VotingConnection,
-    rank:int, # Waits for a note
+    rank:int, # The rank that waits for a note
     at:dict, # Its report, as from `exchanges.report`
     own:dict # That of rank 0
 ):
-    "Tell `rank` where rank 0 is, if that is past the place at which `rank` waits"
+    "Send `rank` the place of rank 0, if rank 0 is past the place at which `rank` waits"
     if own and (own['n']>at['n'] or not own['kind'] and own['secs']>1): self.lines[rank].send(kind='passed', gen=self.generation, n=at['n'], text=in_words(0, own).strip())
 
 @patch
 def _on_passed(self:VotingConnection, gen, n, text): self.passed = gen,n,text
 
 @patch
-def missed(self:VotingConnection)->tuple: # Where rank 0 is, and the names of what it has done at this place; `None` while it may still come
-    "Return where rank 0 is if it went on without what this rank waits for; raise the error of another rank"
+def missed(self:VotingConnection)->tuple: # Place of rank 0, and the names of the work that it has done at this one; `None` while it may still arrive
+    "Return the place of rank 0 if it has passed the work that this rank waits for; raise the error of another rank"
     self.check()
     if self.heard_of: return # an error is about to be raised here
     here = self.generation,self.exchanges.n

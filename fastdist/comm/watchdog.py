@@ -1,4 +1,4 @@
-"""A rank that stops moving, or waits where the others do not come, is found and named
+"""Find ranks that are stuck, and ranks that wait for each other in different exchanges
 
 A data set that loops for ever, or a disk that does not answer, raises nothing and kills nobody. A rank that runs other code than the others raises nothing either. All ranks stop, and each
 looks the same from outside: it waits.
@@ -25,7 +25,7 @@ from .vote import *
 _outside,_no_pos = lambda: 'between two fits',lambda: None
 
 class WatchedConnection(VotingConnection):
-    "Control connection whose thread looks where the main thread is"
+    "Control connection whose thread watches the progress of the main thread"
     def __init__(self,
         world, # This process's world
         patience:float=600. # Seconds without progress after which a rank counts as stuck
@@ -52,10 +52,10 @@ def _next_look(self:WatchedConnection):
 @patch
 @contextmanager
 def watch(self:WatchedConnection,
-    where:callable, # Returns in words where the main thread is; called in the thread
-    pos:callable=None # Returns its place in the training loop, a tuple that grows
+    where:callable, # Returns a description of the main thread's place; called in the thread
+    pos:callable=None # Returns the main thread's place in the training loop, a tuple that grows
 ):
-    "Expect this rank to move inside this context, which it shows by adding to `beat`"
+    "Expect progress of this rank inside this context, which adds to `beat`"
     old = self.where,self.pos
     self.where,self.pos,self.moved,self.fits = where,pos or _no_pos,time.monotonic(),self.fits+1
     try: yield
@@ -78,7 +78,7 @@ def _watch(self:WatchedConnection, now):
 
 @patch
 def _endurance(self:WatchedConnection):
-    "Return the seconds that a main thread has to raise an error: a long call may end, but a collective whose connections broke does not"
+    "Return the seconds that the main thread has to raise an error: more in a long call than in a collective whose connections broke"
     frame = sys._current_frames().get(self.ident)
     if not frame or not is_waiting(frame): return max(10, self.patience)
     return 60. if module_of(frame).startswith('torch.autograd') else 15. # a backward pass may compute
@@ -118,7 +118,7 @@ def _go_through_waits(self:WatchedConnection, now):
 def standing(self:WatchedConnection,
     now:float # `time.monotonic()`
 )->dict: # As from `exchanges.report`, with the generation, the place in the training loop and its description; `None` where there is no main thread
-    "Return where this process's main thread is"
+    "Return the report of this process's main thread"
     frame = sys._current_frames().get(self.ident)
     if frame is None: return
     res = report(self.exchanges, frame, now, self.moved)
@@ -142,9 +142,9 @@ def _on_stands(self:WatchedConnection, rank, at):
 
 @patch
 def confirm(self:WatchedConnection,
-    name:str # The exception that this rank is about to raise, and where
+    name:str # The exception that this rank is about to raise, and its place
 ):
-    "Wait until all ranks are about to raise the same; raise an error on all of them where one is past that place"
+    "Wait until all ranks are about to raise the exception `name`; raise `RankError` on all if one is past that place"
     self.agree(0, name, 'cancel', lambda: self.tell_rank0('stands', at=self.standing(time.monotonic())))
 
 # %% ../../nbs/22_comm.watchdog.ipynb #ccc3b2f0
@@ -169,7 +169,7 @@ def _on_ask(self:WatchedConnection):
 # %% ../../nbs/22_comm.watchdog.ipynb #5eca76d5
 @patch
 def _is_over(self:WatchedConnection, o):
-    "Return whether report `o` is of an older generation, or of an agreement that has come about since"
+    "Return whether report `o` belongs to an older generation, or to an agreement that is complete"
     return o['gen']!=self.generation or o['kind']=='cancel' and self.confirmed is not None and (o['gen'],o['n'])<=self.confirmed[:2]
 
 @patch
@@ -177,7 +177,7 @@ def _recent(self:WatchedConnection, now): return {r:o for r,(t,o) in sorted(self
 
 @patch
 def _compare(self:WatchedConnection, fresh, recent):
-    "Raise an error on all ranks if one of `fresh` and one of `recent` wait for each other in different exchanges"
+    "Raise `RankError` on all ranks if a rank of `fresh` and one of `recent` wait for each other in different exchanges"
     all_wait = all(r in self.left or r in recent and recent[r]['secs']>1 for r in range(self.world.size))
     found = {(o['n'],o['name'],o['kind']):(r,o) for r,o in recent.items()}
     for r,at in fresh.items():

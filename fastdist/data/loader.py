@@ -2,7 +2,7 @@
 
 A loader is more than an order: it has samplers, transforms, workers, a way to make a batch, and its users have changed any of them.
 
-The tempting way is to build it again with the arguments one knows. What one does not know is lost: a collate function, a batch sampler, the weights of
+The tempting way is to build it again with the arguments one knows. Unknown settings are lost: a collate function, a batch sampler, the weights of
 a `WeightedDL`, the rows of a language model's stream. So the user's loader stays and does its work; it is asked for the global order, of which a rank
 keeps its part, and then for the items and batches of that part."""
 
@@ -26,18 +26,18 @@ from .torch_loader import *
 
 # %% ../../nbs/36_data.loader.ipynb #dc277763
 class DistributedDL(TorchShare):
-    "A `TfmdDL` that gives this rank's share of `dl`, in blocks; what changes in `dl` takes effect in the next pass"
+    "`TfmdDL` over this rank's share of `dl`, in blocks; changes of `dl` take effect in the next pass"
     num_workers,offs,_workers = 1,0,None
 
     def follow(self):
-        "Take over what `dl` says now; persistent data workers stay unless something changed for them"
+        "Copy the present settings of `dl`; keep persistent data workers unless their settings have changed"
         super().follow()
         key = self._torch_key() if self.torch else self._worker_key()
         if key==self._workers: return
         self._workers,self._loader,self.fake_l = key,*((self._torch_loader(),None) if self.torch else (None,_FakeLoader(self, *key)))
 
     def _worker_key(self):
-        "Return what fastai's data workers depend on: where it changes they are started anew"
+        "Return the settings of fastai's data workers, which are started anew when one changes"
         f = self.dl.fake_l
         return f.pin_memory,f.num_workers,f.timeout,f.persistent_workers,f.pin_memory_device
 
@@ -52,15 +52,17 @@ def get_idxs(self:DistributedDL):
 
 @patch
 def _stream_idxs(self:DistributedDL, o):
-    "Return the order of a stream, and let this rank's data workers draw their seed as rank 0's do"
+    "Return the order of a stream, and set the generator from which data workers are seeded to rank 0's state"
     res = o.get_idxs()
     if self._joint and self.rank: self.fake_l.generator = torch.Generator().set_state(torch.get_rng_state())
     return res
 
 # %% ../../nbs/36_data.loader.ipynb #e286370c
 @patch
-def create_batches(self:DistributedDL, samps):
-    "Return batches of this rank from `samps`, by the user's `create_item`, `create_batch`, and so on"
+def create_batches(self:DistributedDL,
+    samps # Iterator over this rank's samples
+):
+    "Return batches of this rank from `samps`, made by the user's `create_item`, `create_batch`, and so on"
     o = self.source
     if self._own_batches: return o.create_batches(samps)
     if self._streams: return self._stream(samps)
@@ -78,7 +80,7 @@ def _chunks(self:DistributedDL, samps):
 # %% ../../nbs/36_data.loader.ipynb #e9b394ce
 @patch
 def _transforms(self:DistributedDL):
-    "Return whether items take more than `create_item`"
+    "Return whether items need more than `create_item`"
     o = self.source
     own = is_own(o, 'do_item', DataLoader)
     return not own or type(o.after_item) is not Pipeline or len(o.after_item.fs)>0
@@ -86,41 +88,57 @@ def _transforms(self:DistributedDL):
 # %% ../../nbs/36_data.loader.ipynb #6031fc47
 @patch
 def sample(self:DistributedDL):
-    "Return the part of the order that falls to this data worker"
+    "Return the part of the order that belongs to this data worker"
     idxs,bs,g = self._idxs,self.bs or 1,(self.bs or 1)*self.world_size
     if not self.indexed or self.n is None: return (b for i,b in enumerate(idxs) if i//(bs if self.indexed else g)%self.num_workers==self.offs)
     return chain.from_iterable(listed(idxs[k:k+bs]) for k in range(self.offs*bs, len(idxs), self.num_workers*bs))
 
 @patch
 def randomize(self:DistributedDL):
-    "Advance the random state of `dl`, and draw with it"
+    "Call `randomize` of `source` with the random state of `dl`, and advance that"
     self.source.rng = self.dl.rng
     self.source.randomize()
     self.dl.rng = self.source.rng
 
 # %% ../../nbs/36_data.loader.ipynb #cfe0ab45
 @patch
-def before_iter(self:DistributedDL): self.source.before_iter()
+def before_iter(self:DistributedDL):
+    "Call `before_iter` of `source`"
+    self.source.before_iter()
 @patch
-def after_iter(self:DistributedDL): self.source.after_iter()
+def after_iter(self:DistributedDL):
+    "Call `after_iter` of `source`"
+    self.source.after_iter()
 
 for _k in ('after_item','before_batch','after_batch'):
     setattr(DistributedDL, _k, property(lambda self, k=_k: getattr(self.dl, k, noop), lambda self, f, k=_k: setattr(self.dl, k, f)))
 
 # %% ../../nbs/36_data.loader.ipynb #4cacea23
 @patch
-def do_item(self:DistributedDL, s): return self.source.do_item(s)
+def do_item(self:DistributedDL,
+    s # Sample, `None` in a stream
+):
+    "Return item `s`, made by `source`"
+    return self.source.do_item(s)
 @patch
-def do_batch(self:DistributedDL, b): return self.source.do_batch(b)
+def do_batch(self:DistributedDL,
+    b # List of items
+):
+    "Return a batch of the items `b`, made by `source`"
+    return self.source.do_batch(b)
 @patch
 def wif(self:DistributedDL):
-    "Tell `source` which data worker this is"
+    "Set the number of this data worker in `source`, and call its `wif`"
     self.source.num_workers,self.source.offs = self.num_workers,self.offs
     self.source.wif()
 
 # %% ../../nbs/36_data.loader.ipynb #6f913fcb
 @patch
-def new(self:DistributedDL, dataset=None, cls=None, **kwargs):
+def new(self:DistributedDL,
+    dataset=None, # As for `TfmdDL.new`
+    cls=None, # Ignored: the result has the class of this share
+    **kwargs # As for `TfmdDL.new`
+):
     "Return this rank's share of `dl.new(dataset, **kwargs)`"
     res = type(self)(self.dl.new(dataset, **kwargs), self.rank, self.world_size, self.device, self._of_rank)
     res._in_job,res.in_step = self._in_job,self.in_step
@@ -161,7 +179,7 @@ def one_batch(self:DistributedDL):
 # %% ../../nbs/36_data.loader.ipynb #5114051b
 @patch
 def _to_detach(self:DistributedDL, b, cpu=True, gather=True):
-    "Return `b` detached, in a group the rows of all ranks"
+    "Return `b` detached; in a process group, with the rows of all ranks"
     b = to_detach(b, cpu, gather=False)
     return apply(_of_all, b) if gather and self._grouped else b
 
@@ -171,9 +189,9 @@ def _of_all(x):
 
 @patch
 def to_detach(self:DistributedDL,
-    b, # The batch that came last, or what was made of it: tensors in any nesting
-    cpu:bool=True, # Whether to bring it to the CPU
-    gather:bool=True # Whether to gather the rows of all ranks, inside a group
+    b, # Last batch, or outputs for it: nested tensors
+    cpu:bool=True, # Whether to move it to the CPU
+    gather:bool=True # Whether to gather the rows of all ranks, in a process group
 ): # As `b`
     "Return `b` detached, gathered and without padding"
     b = self._to_detach(b, cpu, gather)
@@ -187,7 +205,7 @@ def _cut(rows, padding, x):
 
 @patch
 def _rows(self:DistributedDL):
-    "Return the rows of all ranks in the batch that came last, and how many of them, at the end, are padding"
+    "Return the number of rows of all ranks in the last batch, and the number of padding rows at their end"
     j,size,bs = self._done-1,self.world_size,self.bs or 1
     if self.slicing: return max(m:=self.total(j), size),max(size-m, 0)
     if self.n is None or self._dealt: return 1,0
@@ -198,9 +216,11 @@ def _rows(self:DistributedDL):
 
 # %% ../../nbs/36_data.loader.ipynb #6bccc13c
 class StepDL(DistributedDL):
-    "Slices of each global batch: for training, with the same number of steps on every rank"
+    "`DistributedDL` for training: slices of each global batch, with the same number of steps on every rank"
     slicing,_rank_orders = True,None
-    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, gather=False)
+    def to_detach(self, b, cpu=True, gather=True):
+        "Return `b` detached, without gathering"
+        return to_detach(b, cpu, gather=False)
 
     def _joins(self):
         res,self.in_step = self.in_step,False
@@ -215,14 +235,14 @@ class StepDL(DistributedDL):
         return res
 
 class EvalDL(StepDL):
-    "Slices of each global batch, without padding: for evaluation, where a rank may have fewer batches than others, or none"
+    "`DistributedDL` for evaluation: slices of each global batch without padding; a rank may have fewer batches than others, or none"
     pad = False
 
 # %% ../../nbs/36_data.loader.ipynb #e1f704c3
 @patch
 def as_drawn(self:StepDL
-)->np.ndarray: # `None` where nothing is to be done
-    "Return the rows of the global order in the order in which `get_preds` looks for them on this rank, where that had drawn one of its own"
+)->np.ndarray: # `None` if the order needs no change
+    "Return the permutation of rows from the global order to the order that `get_preds` has drawn on this rank"
     if self._rank_orders is None or not isinstance(vars(self.dl).get('get_idxs'), _ConstantFunc): return
     mine,used = map(np.argsort, self._rank_orders)
     return used[mine.argsort()]

@@ -1,4 +1,4 @@
-"""Which sample goes where, by arithmetic on an order that all ranks share
+"""The samples of each rank, by arithmetic on an order that all ranks share
 
 N ranks share one data loader. Each must take part of the samples, in the same number of steps, and no sample may be taken twice or lost.
 
@@ -43,8 +43,8 @@ def part(
     n:int, # Number of samples
     rank:int, # Number of the part
     size:int # Number of parts
-)->tuple: # First position, and that behind the last
-    "Return where the `rank`-th of `size` even parts of `n` samples begins and ends"
+)->tuple: # First position, and the position after the last
+    "Return start and end of the `rank`-th of `size` even parts of `n` samples"
     return n//size*rank+min(rank, n%size), n//size*(rank+1)+min(rank+1, n%size)
 
 # %% ../../nbs/31_data.sharding.ipynb #cd16fd8d
@@ -63,9 +63,9 @@ def slices(
     bs:int, # Samples of one rank in a step
     rank:int, # This rank
     size:int, # World size
-    drop_last:bool=False, # Whether a ragged last batch is left out
-    pad:bool=True # Whether a rank that has no part of the last batch gets its first sample, so that all ranks make the same steps
-)->np.ndarray: # Positions in the global order, in batches of `bs` but for the last
+    drop_last:bool=False, # Whether to leave out a ragged last batch
+    pad:bool=True # Whether a rank without a part of the last batch gets its first sample, so that all ranks make the same number of steps
+)->np.ndarray: # Positions in the global order, in batches of `bs` except the last
     "Return the `rank`-th slice of each global batch of `size*bs` samples of `n`"
     steps,m = divmod(n, bs*size)
     lo,hi = part(0 if drop_last else m, rank, size)
@@ -81,14 +81,14 @@ def pick(
     idxs, # Global order: a range, a list, or an array of shape `(n,)`
     pos:np.ndarray # Positions in it
 ): # A list if `idxs` is one, else an array
-    "Return what stands at `pos` in `idxs`"
+    "Return the samples at `pos` in `idxs`"
     if isinstance(idxs, range): return pos if idxs==range(len(idxs)) else pos.astype(np.int64)*idxs.step+idxs.start
     return idxs[pos] if isinstance(idxs, np.ndarray) else [idxs[i] for i in pos.tolist()]
 
 def listed(
     idxs # Samples: an array, or anything that can be iterated over
 )->list: # Whole numbers are Python's
-    "Return `idxs` as a list with Python's whole numbers, which every data set understands"
+    "Return `idxs` as a list of Python's whole numbers, which every data set accepts"
     return idxs.tolist() if isinstance(idxs, np.ndarray) else list(idxs)
 
 # %% ../../nbs/31_data.sharding.ipynb #83a32522
@@ -96,14 +96,14 @@ def dealt(
     totals, # Samples of all ranks in each step
     size:int # World size
 )->np.ndarray: # Shape `(steps, size)`
-    "Return how many samples each rank has in each step where global batches of `totals` samples are dealt out evenly"
+    "Return the number of samples of each rank in each step, with global batches of `totals` samples dealt out evenly"
     totals = np.asarray(totals, dtype=np.int64).reshape(-1,1)
     return totals//size + (np.arange(size)<totals%size)
 
 def row_order(
     sizes:np.ndarray # Samples of each rank in each step, shape `(steps, size)`
 )->np.ndarray: # Shape `(n,)`: rows, gathered rank by rank, are in global order as `rows[row_order(sizes)]`
-    "Return the number of the row of each sample of the global order, where the rows of all ranks follow each other rank by rank"
+    "Return, for each sample of the global order, the number of its row among rows gathered rank by rank"
     ends,ends_by_rank = sizes.cumsum(),sizes.T.cumsum().reshape(sizes.T.shape).T
     res = np.repeat(ends_by_rank.ravel()-ends, sizes.ravel())
     res += np.arange(len(res))
@@ -114,14 +114,14 @@ def is_own(
     o, # Loader
     name:str, # Name of a method
     cls:type # Class of `o`, or one that it inherits from
-)->bool: # Whether neither `o` nor a class in between has a method of its own
-    "Return whether `o.name` is what `cls` made it"
+)->bool:
+    "Return whether method `name` of `o` is that of `cls`, overridden neither in `o` nor in a subclass"
     return name not in vars(o) and getattr(type(o), name) is getattr(cls, name)
 
 def global_order(
     dl # fastai `DataLoader` with a known number of samples
 ): # A range, an array where samples are numbers, else a list
-    "Return what `dl.get_idxs` returns, without going through a list where it is fastai's own"
+    "Return the order that `dl.get_idxs` returns, without a list where the method is fastai's own"
     if not (is_own(dl, 'get_idxs', DataLoader) and dl.indexed): return as_order(dl.get_idxs())
     if not dl.shuffle: return range(dl.n)
     if is_own(dl, 'shuffle_fn', DataLoader) and type(dl.rng) is random.Random: return shuffled_range(dl.n, dl.rng)
@@ -129,8 +129,8 @@ def global_order(
 
 def as_order(
     idxs # Samples in their order: a torch sampler, or anything that can be iterated over
-): # A range where `idxs` is one or samples in sequence, an array where they are whole numbers, else a list
-    "Return `idxs` as an order from which `pick` picks"
+): # A range for a range or a `SequentialSampler`, an array for whole numbers, else a list
+    "Return `idxs` as an order for `pick`"
     if type(idxs) is SequentialSampler: return range(len(idxs))
     if type(idxs) is range: return idxs
     idxs = list(idxs)
@@ -138,7 +138,7 @@ def as_order(
 
 # %% ../../nbs/31_data.sharding.ipynb #9db4924e
 def _batch_sampler(dl):
-    "Return the batch sampler of torch loader `dl` if it is torch's own, which has a sampler and a batch size, else `None`"
+    "Return the batch sampler of torch loader `dl` if it is torch's own `BatchSampler`, else `None`"
     res = getattr(dl, 'batch_sampler', None)
     return res if type(res) is BatchSampler else None
 
@@ -150,7 +150,7 @@ def sampler(
 
 def batching(
     dl # fastai or torch `DataLoader`
-)->tuple: # Samples in a batch, `None` where it makes none of its own; whether a ragged batch is left out
+)->tuple: # Samples in a batch, `None` if a batch sampler of the user or nothing makes batches; whether a ragged batch is left out
     "Return batch size and `drop_last` of `dl`"
     if not isinstance(dl, TorchLoader): return dl.bs,dl.drop_last
     o = ifnone(_batch_sampler(dl), dl)
@@ -159,7 +159,7 @@ def batching(
 # %% ../../nbs/31_data.sharding.ipynb #0eed55f0
 def n_samples(
     dl # fastai or torch `DataLoader`
-)->int: # Samples in an epoch, batches where a batch sampler of the user's makes them; `None` if unknown
+)->int: # Samples in an epoch, or batches of the user's own batch sampler; `None` if unknown
     "Return the number of samples of `dl`"
     if not isinstance(dl, TorchLoader): return getattr(dl, 'partial_n', None) or dl.n
     try:
@@ -172,8 +172,8 @@ def _checksum(idxs): return [len(idxs), zlib.crc32(idxs if isinstance(idxs, np.n
 
 def agreed(
     idxs # This rank's global order
-): # `idxs` itself where all ranks have the same
-    "Return the order of all ranks: rank 0's, where they differ"
+): # `idxs` itself if it is the same on all ranks
+    "Return one order for all ranks: that of rank 0 if they differ"
     d = torch.tensor(_checksum(idxs))
     hi,lo = all_reduce(torch.stack([d, -d]), 'max')
     return idxs if (hi==-lo).all() else broadcast_obj(idxs)

@@ -1,9 +1,9 @@
-"""The part of a loader's samples that falls to one rank, and what its batches weigh
+"""The samples of a loader that belong to one rank, and the weights of its batches
 
 A loader says how many samples there are, how many make a batch, and in which order they come. From that and its number, a rank knows its own samples and those of all others.
 
-The tempting way is to copy these settings when the share is made. Users change a loader during a fit: a larger batch size, other images, other weights. So a share has no settings of its own: it takes
-them over at the beginning of each pass.
+The tempting way is to copy these settings when the share is made. Users change a loader during a fit: a larger batch size, other images, other weights. So a share copies them
+at the beginning of each pass.
 
 An order is drawn from the user's loader with rank 0's random state. It may come out differently on other ranks all the same, so ranks compare what they drew before they deal it out."""
 
@@ -29,7 +29,7 @@ from .sharding import *
 
 # %% ../../nbs/33_data.share.ipynb #11f50150
 def _source(dl, g):
-    "Return `dl`, or, where its items depend on its batch size, a loader with batches of `g` that has `dl`'s random state and shuffled documents"
+    "Return `dl`, or, if its items depend on its batch size, a loader with batches of `g` and the random state and document order of `dl`"
     if isinstance(dl, TorchLoader) or dl.bs in (None,g) or not hasattr(dl, 'make_chunks'): return dl
     state = random.getstate()
     res = dl.new(bs=g)
@@ -40,15 +40,15 @@ def _source(dl, g):
 
 # %% ../../nbs/33_data.share.ipynb #cf6dfcfb
 class Share(TfmdDL):
-    "The samples of `dl` that fall to one rank, in blocks; subclasses make batches of them"
+    "Base of loaders over the samples of `dl` that belong to one rank, in blocks; subclasses make the batches"
     _default,pad,slicing = 'dl',True,False
 
     def __init__(self,
-        dl, # fastai or torch `DataLoader`; of a share the loader inside
+        dl, # fastai or torch `DataLoader`; for a share, the loader inside
         rank:int=None, # This rank; the process's by default
-        world_size:int=None, # Number of ranks; the job's by default. With both given no process group is needed
+        world_size:int=None, # Number of ranks; the job's by default. With `rank` and `world_size` no process group is needed
         device=None, # Device of the batches; `dl`'s by default
-        of_rank:callable=noop # Turns `dl`'s batch size into that of a rank; the same by default
+        of_rank:callable=noop # Returns the batch size of a rank from that of `dl`; the same by default
     ):
         if isinstance(dl, Share): dl = dl.dl
         self._in_job = rank is None or world_size is None
@@ -60,7 +60,7 @@ class Share(TfmdDL):
         self.follow()
 
     def follow(self):
-        "Take over the present settings of `dl`"
+        "Copy the present settings of `dl`"
         dl,(bs,self.drop_last) = self.dl,batching(self.dl)
         self.bs = self._of_rank(bs)
         self.source = _source(dl, self.bs and self.bs*self.world_size)
@@ -78,7 +78,7 @@ def _whole(self:Share):
 
 @patch(as_prop=True)
 def _streams(self:Share):
-    "Whether samples can only be read one after the other"
+    "Whether samples can only be read in sequence"
     return isinstance(self.dl.dataset, IterableDataset) if self.torch else not self.dl.indexed
 
 @patch(as_prop=True)
@@ -90,7 +90,7 @@ def _dealt(self:Share):
 @patch
 @contextmanager
 def _as_one(self:Share):
-    "Give `source` the batch size of all ranks together"
+    "Set the batch size of `source` to that of all ranks together inside this context"
     o = self.source
     if self.torch or self.bs is None:
         yield o
@@ -123,12 +123,12 @@ def _n_batches(self:Share, rank):
 # %% ../../nbs/33_data.share.ipynb #b1fc78e1
 @patch
 def _unit(self:Share):
-    "Return how many of what is dealt out a rank takes in a step, and whether a ragged rest is left out"
+    "Return the number of samples, or of whole batches, of a rank in a step, and whether a ragged rest is left out"
     return (1,False) if self._whole else (self.bs or 1,self.drop_last)
 
 @patch
 def _positions(self:Share, n, rank):
-    "Return the positions that fall to `rank` in an order of `n`"
+    "Return the positions of `rank` in an order of `n`"
     bs,drop = self._unit()
     return slices(n, bs, rank, self.world_size, drop, self.pad) if self.slicing else block(n, rank, self.world_size)
 
@@ -157,32 +157,32 @@ def _weigh_batch(self:Share, k, m):
 def total(self:Share,
     step:int # Number of a step in this epoch
 )->int: # Samples of all ranks in it
-    "Return how many samples one process would have in the batch of `step`"
+    "Return the number of samples that one process would have in the batch of `step`"
     return self.totals.get(step, (self.bs or 1)*self.world_size)
 
 # %% ../../nbs/33_data.share.ipynb #19c0a744
 @patch
 def n_steps(self:Share)->int: # 0 if unknown
-    "Return the number of steps of rank 0, which has as many as any other"
+    "Return the number of steps of rank 0, the most of all ranks"
     return 0 if self.n is None else self._n_batches(0)
 
 @patch
 def positions(self:Share,
     rank:int # Any rank
-)->np.ndarray: # `None` where the user's loader deals samples out by itself
-    "Return the place in the global order of each sample of `rank`"
+)->np.ndarray: # `None` if the user's loader distributes samples itself
+    "Return the position in the global order of each sample of `rank`"
     return None if self.n is None or self._dealt else self._positions(self.n, rank)
 
 @patch
 def gathered_order(self:Share
-)->np.ndarray: # Shape `(n,)`; `None` where the user's loader deals samples out by itself
-    "Return the row of each sample of the global order where rows of all ranks are gathered rank by rank; needs slices without padding"
+)->np.ndarray: # Shape `(n,)`; `None` if the user's loader distributes samples itself
+    "Return, for each sample of the global order, its row among rows gathered rank by rank; needs slices without padding"
     return None if self.n is None or self._dealt else row_order(self._step_sizes())
 
 # %% ../../nbs/33_data.share.ipynb #f04d4ad6
 @patch
 def _step_sizes(self:Share):
-    "Return how many samples each rank has in each step, shape `(steps, world_size)`"
+    "Return the number of samples of each rank in each step, shape `(steps, world_size)`"
     g = (self.bs or 1)*self.world_size
     full,m = divmod(self.n, g)
     return dealt([g]*full+[m]*(m>0 and not self.drop_last), self.world_size)
@@ -190,7 +190,7 @@ def _step_sizes(self:Share):
 # %% ../../nbs/33_data.share.ipynb #2ab73651
 @patch(as_prop=True)
 def _grouped(self:Share):
-    "Whether the group's ranks are those of this share; explicit rank and size may mean other ranks"
+    "Whether the process group has the ranks of this share; an explicit `rank` and `world_size` may differ from it"
     if self._in_job: return grouped()
     return self.world_size>1 and dist.is_initialized() and (dist.get_rank(),dist.get_world_size())==(self.rank,self.world_size)
 
@@ -201,23 +201,23 @@ def _joins(self:Share):
 
 @patch
 def _broadcast(self:Share, t, rank):
-    "Return `t` of `rank`; without a group `t` itself"
+    "Return `t` of `rank`, on all ranks; without a group, `t` itself"
     return broadcast_obj(t, rank) if self._grouped else t
 
 # %% ../../nbs/33_data.share.ipynb #a5a89037
 @patch
 def _drawn(self:Share, draw):
-    "Return what `draw` makes of `source` with the batch size of all ranks together"
+    "Return `draw(source)`, with the batch size of all ranks together"
     with self._as_one() as o: return draw(o)
 
 @patch
 def _drawn_together(self:Share, draw):
-    "Return `_drawn(draw)`, in a pass of all ranks with rank 0's random state"
+    "Return `_drawn(draw)`, with rank 0's random state in a pass that all ranks begin together"
     with rank0_random(self.source) if self._joint else nullcontext(): return self._drawn(draw)
 
 @patch
 def _agree(self:Share, draw):
-    "Return the order that `draw` gives, the same on all ranks"
+    "Return the order that `draw` returns, the same on all ranks"
     if self._only_look: return self._drawn(draw)
     idxs = self._drawn_together(draw)
     if is_own(self, '_broadcast', Share) or isinstance(idxs, list): return agreed(idxs) if self._joint else idxs

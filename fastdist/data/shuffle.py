@@ -38,7 +38,7 @@ def _skip(rng, n):
 
 # %% ../../nbs/30_data.shuffle.ipynb #00a8144f
 def _numbers(words, bits):
-    "Return numbers of `bits` bits as `getrandbits` makes them: each of one of `words`, above 32 bits of two, the low one first"
+    "Return numbers of `bits` bits as `getrandbits` makes them: each from one of `words`, above 32 bits from two, the low one first"
     if bits<=32: return (words>>np.uint64(32-bits)).astype(np.int64)
     low,high = words.reshape(-1,2).T
     return (high>>np.uint64(64-bits)<<np.uint64(32) | low).astype(np.int64)

@@ -22,13 +22,15 @@ from .stream import *
 
 # %% ../../nbs/35_data.torch_loader.ipynb #79893216
 class Batches:
-    "Iterates over `idxs` in batches of `bs`; torch's sampler or batch sampler, set anew each epoch"
+    "Sampler or batch sampler for torch, over `idxs` in batches of `bs`; `set` changes them each epoch"
     def __init__(self): self.set([])
     def set(self,
         idxs, # Samples: an array or a list
         bs:int=None, # Samples in a batch; `idxs` one by one by default
-        drop_last:bool=False # Whether a ragged last batch is left out
-    ): self.idxs,self.bs,self.end = idxs,bs,len(idxs)//bs*bs if drop_last else len(idxs)
+        drop_last:bool=False # Whether to leave out a ragged last batch
+    ):
+        "Set the samples and the batch size of the next pass"
+        self.idxs,self.bs,self.end = idxs,bs,len(idxs)//bs*bs if drop_last else len(idxs)
     def __iter__(self):
         each = self.bs or 1024
         parts = (listed(self.idxs[k:min(k+each, self.end)]) for k in range(0, self.end, each))
@@ -37,13 +39,15 @@ class Batches:
 
 # %% ../../nbs/35_data.torch_loader.ipynb #d46cc892
 class TorchShare(StreamShare):
-    "A `StreamShare` that makes the batches of a torch loader"
+    "`StreamShare` that makes the batches of a torch loader"
     def _step_sizes(self):
         if not self._whole: return super()._step_sizes()
         return np.pad(self._lens, (0, -len(self._lens)%self.world_size)).reshape(-1, self.world_size)
 
-    def positions(self, rank):
-        "Return the place in the global order of each sample of `rank`"
+    def positions(self,
+        rank # Any rank
+    ):
+        "Return the position in the global order of each sample of `rank`"
         pos = super().positions(rank)
         if pos is None or not self._whole: return pos
         ends = self._lens.cumsum()
@@ -56,12 +60,12 @@ def _as_made(b): return b
 
 @patch
 def _torch_key(self:TorchShare):
-    "Return what data workers depend on: where it changes they are started anew"
+    "Return the settings of data workers, which are started anew when one changes"
     return *(id(getattr(self.dl, k)) for k in [*_for_workers,'dataset','sampler','batch_sampler']),self._streams and (self.bs,self.drop_last)
 
 @patch
 def _torch_loader(self:TorchShare):
-    "Return a loader with all that `dl` has, over this rank's batches"
+    "Return a loader with the settings of `dl`, over this rank's batches"
     dl,self._seeds = self.dl,torch.Generator()
     kw = {k:getattr(dl, k) for k in _for_workers} | dict(pin_memory_device=getattr(dl, 'pin_memory_device', ''), generator=self._seeds)
     if self._dealt: return dl
@@ -72,7 +76,7 @@ def _torch_loader(self:TorchShare):
 # %% ../../nbs/35_data.torch_loader.ipynb #f4f2b361
 @patch
 def _draw(self:TorchShare):
-    "Draw the order of the user's samplers, and hand this rank's batches of it to this rank's loader"
+    "Draw the order from the user's samplers, and set this rank's batches in its loader"
     if self._streams: return self._begin_stream()
     if self._dealt: return sampler(self.dl).set_epoch(sampler(self.dl).epoch+1)
     by = ifnone(self._loader.batch_sampler, self._loader.sampler)
@@ -89,7 +93,7 @@ def _begin_stream(self:TorchShare):
 # %% ../../nbs/35_data.torch_loader.ipynb #b8c5ad8c
 @patch
 def _seed_alike(self:TorchShare, o):
-    "Give this rank's data workers the seed that one process's would get; persistent workers have theirs"
+    "Seed this rank's data workers as in one process; persistent workers keep their seed"
     if self._loader._iterator is not None: return
     g = ifnone(o.generator, torch.default_generator)
     self._seeds.set_state(g.get_state())
@@ -97,14 +101,14 @@ def _seed_alike(self:TorchShare, o):
 
 @patch
 def _seed_workers(self:TorchShare, o):
-    "Draw a seed when and where torch's loader does, and seed this rank's data workers by it; persistent workers have theirs"
+    "Draw a seed at the moment and from the generator that torch's loader uses, and seed this rank's data workers; persistent workers keep their seed"
     if self._loader._iterator is not None: return
     self._seeds.manual_seed(torch.empty((), dtype=torch.int64).random_(generator=o.generator).item()-self.rank)
 
 # %% ../../nbs/35_data.torch_loader.ipynb #3e826717
 @patch
 def _deal_whole(self:TorchShare, batches):
-    "Return this rank's part of `batches`, one in each step"
+    "Return this rank's part of `batches`, one for each step"
     self.n,size = len(batches),self.world_size
     self._lens = np.array([len(b) for b in batches], dtype=np.int64)
     sizes = self._step_sizes()

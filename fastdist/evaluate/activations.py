@@ -21,7 +21,7 @@ from ..comm.collectives import *
 
 # %% ../../nbs/47_evaluate.activations.ipynb #ed954ffb
 def combine_stats(
-    parts # Of each rank: a dict with `mean`, `std`, `near_zero`, `n`, perhaps `hist`; or lists of such
+    parts # For each rank, a dict with `mean`, `std`, `near_zero`, `n`, perhaps `hist`; or a list of such
 ): # As `ActivationStats` records it in one process
     "Return the statistics of all values from those of each rank"
     if isinstance(parts[0], (list,L)): return [combine_stats(o) for o in zip(*parts)]
@@ -33,7 +33,7 @@ def combine_stats(
 
 # %% ../../nbs/47_evaluate.activations.ipynb #cc12c3ef
 def _counting(hook, part, m, i, o):
-    "Call `hook` of `ActivationStats`, and add the number of values"
+    "Return the result of `hook` of `ActivationStats`, with the number of values"
     res = hook(m, i, o)
     if isinstance(res, dict): res['n'] = o.numel() if part() else 0
     return res
@@ -41,9 +41,9 @@ def _counting(hook, part, m, i, o):
 @contextmanager
 def stats_of_all(
     learn:Learner, # Perhaps with `ActivationStats` among its callbacks
-    part:callable # Returns this rank's part of the current batch; 0 where its sample only makes the step
+    part:callable # Returns this rank's part of the current batch; 0 if that is padding
 ):
-    "Record statistics on each rank inside this context, and put them together after it"
+    "Record statistics on each rank inside this context, and combine them after it; one exchange"
     cbs = learn.cbs.filter(risinstance(ActivationStats))
     own = [(cb, vars(cb).get('hook'), cb.hook) for cb in cbs]
     for cb,_,hook in own: cb.hook = partial(_counting, hook, part)

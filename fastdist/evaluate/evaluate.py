@@ -31,7 +31,7 @@ from .record import *
 
 # %% ../../nbs/49_evaluate.evaluate.ipynb #1c043ca8
 class Evaluate(JobCallback):
-    "Let metrics, losses and predictions be those of all ranks"
+    "Compute metrics, losses and predictions over the samples of all ranks"
     order = 11.01 # after the trainer, which opens and ends phases
     def __init__(self, **parts):
         super().__init__(**parts)
@@ -39,18 +39,24 @@ class Evaluate(JobCallback):
         self.plans,self.planned,self.untold,self.dst,self.settled,self.record = {},[],set(),None,[],None
 
     def before_validate(self):
+        "Number the files of callbacks that save predictions"
         if self.phases.size>1 and self.phases.current.dl is not None:
             for cb in gathering(self.learn): number_files(cb, self.phases)
     def after_batch(self):
+        "Record size and loss of the batch"
         ph = self.phases.running
         if ph and ph.dl is not None and (ph.train_metrics or not self.learn.training): self._note(ph)
-    def after_train(self): self._report(self.phases.current)
-    def after_validate(self): self._report(self.phases.current)
+    def after_train(self):
+        "Merge the metrics of the training phase"
+        self._report(self.phases.current)
+    def after_validate(self):
+        "Merge metrics, losses and predictions of the evaluation"
+        self._report(self.phases.current)
 
 # %% ../../nbs/49_evaluate.evaluate.ipynb #96e3d973
 @patch
 def _note(self:Evaluate, ph):
-    "Record the batch's size and what its loss divides by, and exchange it for metrics that need it whole"
+    "Record the batch's size and loss, and exchange the batch for metrics that need it whole"
     learn = self.learn
     here = learn if self.weights.part else None
     self._whole_batches(ph, here)
@@ -65,7 +71,7 @@ def _silence(self:Evaluate, mets):
 # %% ../../nbs/49_evaluate.evaluate.ipynb #c04c3ce9
 @patch
 def _loss_numbers(self:Evaluate, n):
-    "Return numerator, denominator and size of this batch, where its loss is no mean over samples"
+    "Return numerator, denominator and size of this batch, `None` if its loss is a mean over samples"
     (summed,counts),l = self.reduction.kind,self.learn.loss.detach().as_subclass(torch.Tensor) if len(self.learn.yb) else None
     if l is None or l.ndim or not (summed or counts): return
     v = 1. if summed else normaliser(self.learn.loss_func, self.learn.yb[0].as_subclass(torch.Tensor))
@@ -101,7 +107,7 @@ def _whole_batches(self:Evaluate, ph, here):
 # %% ../../nbs/49_evaluate.evaluate.ipynb #9a01d002
 @patch
 def _show(self:Evaluate, ph, batch):
-    "Let metrics that need whole batches look at the Learner as it is in one process"
+    "Call the metrics that need whole batches on the Learner with the attributes of one process"
     n_iter = {} if ph.dl is None or ph.dl.n is None else dict(n_iter=ph.dl.n_steps())
     with showing(self.learn, **batch, iter=len(ph.sizes), **n_iter):
         for m in ph.whole: self._look(m)
@@ -115,7 +121,7 @@ def _look(self:Evaluate, m):
 
 @patch
 def _loss_parts(self:Evaluate):
-    "Return what this rank adds to numerator and denominator of the batch's loss, which in training is everybody's already"
+    "Return this rank's part of numerator and denominator of the batch's loss; in training that loss is the same on all ranks already"
     if not len(self.learn.yb): return 0.,1.
     l,n = self.learn.loss.detach().mean().cpu(),find_bs(self.learn.yb)
     if self.learn.training: return l,1.
@@ -126,7 +132,7 @@ def _loss_parts(self:Evaluate):
 # %% ../../nbs/49_evaluate.evaluate.ipynb #4234cb11
 @patch
 def catch_up(self:Evaluate):
-    "Take part in what is exchanged of a batch that this rank does not have"
+    "Take part in the exchanges of a batch of which this rank has no samples"
     self._whole_batches(self.phases.current, None)
 
 @patch
@@ -160,7 +166,7 @@ def _stacked(rows):
 @patch
 @contextmanager
 def watching(self:Evaluate):
-    "See that records and statistics are those of all ranks when this context ends"
+    "Record the numbers and statistics of all ranks inside this context"
     self.settled = [o for o in vars(self.learn).values() if isinstance(o, Tensor)]
     self.record = OneRecord(phases=self.phases)
     with one_set_of_numbers(self.learn, self.record), stats_of_all(self.learn, lambda: self.weights.part): yield

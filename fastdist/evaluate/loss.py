@@ -1,4 +1,4 @@
-r"""What a rank's loss weighs in a step, and how all ranks learn the loss of all, for nothing
+r"""Reduction and normaliser of a loss, and the loss of all ranks at no extra exchange in a step
 
 DDP averages gradients over ranks, as if the loss of each rank were the mean over the same number of things. Often it is not: the last batch is ragged, tokens are ignored,
 samples have class weights, the loss is a sum. One process would compute, from what rank $r$ has with its mean loss $L_r$ over the normaliser $v_r$,
@@ -33,18 +33,22 @@ from .trial import *
 # %% ../../nbs/41_evaluate.loss.ipynb #2da11b8d
 def _mixed(loss_func): return getattr(getattr(loss_func, '__self__', None), 'old_lf', None)
 
-def stated(loss_func)->str: # `None` where nothing is
-    "What a `reduction` of `loss_func`, an attribute or a bound argument, says"
+def stated(
+    loss_func # The loss
+)->str: # `None` if it has neither
+    "Return the `reduction` of `loss_func`, an attribute or a bound argument"
     f = loss_func
     return f.keywords.get('reduction') or stated(f.func) if isinstance(f, Partial) else getattr(f, 'reduction', None)
 
-def is_summed(loss_func)->bool:
-    "Return whether `loss_func` says that it gives the sum over a batch; fastai's `MixUp` and `CutMix` reduce as the loss that they mix"
+def is_summed(
+    loss_func # The loss; of `MixUp` and `CutMix` the loss that they mix
+)->bool:
+    "Return whether the `reduction` of `loss_func` is a sum over the batch"
     return stated(_mixed(loss_func) or loss_func)=='sum'
 
 # %% ../../nbs/41_evaluate.loss.ipynb #2da11b90
 def _class_options(loss_func):
-    "Class weights and ignored target of a cross entropy with a mean, else `None`"
+    "Return class weights and ignored target of a cross entropy with a mean, else `None`"
     f = getattr(loss_func, 'func', loss_func) if not isinstance(loss_func, Partial) else loss_func
     if isinstance(loss_func, BaseLoss) and type(loss_func).__call__ is not BaseLoss.__call__: return
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)):
@@ -54,15 +58,17 @@ def _class_options(loss_func):
     return (kw.get('weight'),kw.get('ignore_index', -100)) if f in (F.cross_entropy,F.nll_loss) and kw.get('reduction', 'mean')=='mean' else None
 
 # %% ../../nbs/41_evaluate.loss.ipynb #4571cbb4
-def has_normaliser(loss_func)->bool:
-    "Does the mean of `loss_func` divide by something that depends on the targets?"
+def has_normaliser(
+    loss_func # The loss
+)->bool:
+    "Return whether the mean of `loss_func` divides by a number that depends on the targets"
     return _class_options(loss_func) is not None
 
 def normaliser(
     loss_func, # The loss
     y:torch.Tensor # Targets, whole numbers
-): # A number on the CPU, on a GPU a tensor that nobody waits for; `None` where the mean is over samples
-    "What the mean of `loss_func` divides by: the number of targets that are not ignored, or their class weights"
+): # A number on the CPU, on a GPU a tensor, without synchronisation; `None` if the mean is over samples
+    "Return the divisor of the mean of `loss_func`: the number of targets that are not ignored, or the sum of their class weights"
     opts = _class_options(loss_func)
     if opts is None or not isinstance(y, torch.Tensor) or y.is_floating_point(): return
     weight,ignored = opts
@@ -76,13 +82,13 @@ def often_ignores(
     loss_func, # One that `has_normaliser`
     y:torch.Tensor # Targets
 )->bool:
-    "Return whether the normaliser of `loss_func` is expected to be another one than the number of targets: it has class weights, names what it ignores, or samples have many targets"
+    "Return whether the normaliser of `loss_func` probably differs from the number of targets: it has class weights or its own ignored target, or samples have many targets"
     weight,ignored = _class_options(loss_func)
     return weight is not None or ignored!=-100 or y.ndim>1
 
 # %% ../../nbs/41_evaluate.loss.ipynb #71e25a02
 def _sizes(o):
-    "How many samples a nested `o` may have"
+    "Return the possible numbers of samples in the nested `o`"
     if isinstance(o, torch.Tensor): return {len(o)} if o.ndim else set()
     if isinstance(o, dict): return _sizes(tuple(o.values()))-{len(o)}
     return {len(o)}.union(*map(_sizes, o)) if isinstance(o, (list,tuple)) else set()
@@ -90,17 +96,19 @@ def _sizes(o):
 def size_now(
     xb:tuple, # Inputs
     yb:tuple, # Targets
-    planned:int # Samples that the batch had when it was planned
+    planned:int # Number of samples in the planned batch
 )->int: # `planned`, unless inputs and targets agree on another number
-    "How many samples a batch has after people's functions have seen it"
+    "Return the number of samples of a batch after the user's functions have changed it"
     if yb and isinstance(yb[0], torch.Tensor) and yb[0].shape[:1]==(planned,): return planned
     x,y = [set().union(*map(_sizes, b)) for b in (xb,yb)]
     across = all(isinstance(b[0], torch.Tensor) and b[0].shape[1:2]==(planned,) for b in (xb,yb) if b) # time comes first
     return planned if planned in x|y or len(x&y)!=1 or across else (x&y).pop()
 
 # %% ../../nbs/41_evaluate.loss.ipynb #5ba3e021
-def loss_module(loss_func)->nn.Module: # An empty one where there is none
-    "Return the module that `loss_func` is, wraps, or is a method of"
+def loss_module(
+    loss_func # The loss: a module, a wrapper or a method of one, or a function
+)->nn.Module: # An empty module for a function
+    "Return the module of `loss_func`"
     f = _mixed(loss_func) or loss_func
     while isinstance(f, (BaseLoss,Partial)): f = f.func
     return next((o for o in (f,getattr(f, '__self__', None)) if isinstance(o, nn.Module)), nn.Module())
@@ -109,7 +117,7 @@ def loss_module(loss_func)->nn.Module: # An empty one where there is none
 def _theirs(o): return (getattr(o, '__module__', None) or '').partition('.')[0] in ('torch','fastai')
 
 def _says(f):
-    "Return whether `f` is a function of torch or fastai, or an object whose computation is theirs"
+    "Return whether `f` is a function of torch or fastai, or an object whose computation is one of theirs"
     if isinstance(f, Partial): return _says(f.func)
     if isinstance(f, BaseLoss): return _theirs(type(f).__call__) and _says(f.func)
     if isinstance(f, nn.Module): return 'forward' not in vars(f) and _theirs(type(f).forward)
@@ -117,12 +125,14 @@ def _says(f):
 
 # %% ../../nbs/41_evaluate.loss.ipynb #820d80d7
 def _can_say(f):
-    "Return whether `f` has a `reduction`, by default at least; fastai's `GANLoss` has none, and calls functions of the user's"
+    "Return whether `f` has a `reduction`, or a parameter of that name"
     if isinstance(f, Partial): return 'reduction' in f.keywords or _can_say(f.func)
     return stated(f) is not None or isinstance(f, FunctionType) and 'reduction' in signature(f).parameters
 
-def is_opaque(loss_func)->bool:
-    "Return whether only a trial tells how `loss_func` reduces; two means with different denominators in one loss are no better"
+def is_opaque(
+    loss_func # The loss
+)->bool: # `True` also for a loss with two means over different denominators
+    "Return whether only a trial can show the reduction of `loss_func`"
     f = getattr(loss_func, 'func', loss_func) if not isinstance(loss_func, Partial) else loss_func
     if isinstance(f, LabelSmoothingCrossEntropy) and f.weight is not None: return f.reduction=='mean'
     return not (_mixed(loss_func) or _says(loss_func) and _can_say(loss_func))
@@ -132,8 +142,8 @@ def how_reduced(
     loss_func, # The loss
     pred, # Predictions, nested
     yb:tuple # Targets
-)->str: # 'sum', 'mean', 'other', or 'untold' where a call might be noticed; `None` where the batch does not tell
-    "How `loss_func` makes one number of a batch, seen on a copy of it"
+)->str: # 'sum', 'mean', 'other', or 'untold' if a trial could have side effects; `None` if the batch does not show it
+    "Return the reduction of `loss_func` over a batch, from a trial on a copy"
     n = find_bs(yb)
     if n<2: return
     copies,c = to_try(loss_func),max(1, n//3)
@@ -145,15 +155,15 @@ def how_reduced(
     return _told(a, b, ab, c/n)
 
 def _told(a, b, ab, part):
-    "How the losses `a` of the `part` that comes first and `b` of the rest make `ab`; where both are the same, any mean of them is"
+    "Return the reduction that gives `ab` from `a`, the loss of the first `part`, and `b`, that of the rest; `None` if several do"
     near = lambda v: abs(v-ab)<=1e-4*max(abs(a), abs(b), abs(ab))
     if not ab or near(a) and near(b): return
     return 'sum' if near(a+b) else 'mean' if near(a*part+b*(1-part)) else 'other'
 
 # %% ../../nbs/41_evaluate.loss.ipynb #d4bdde24
 def global_losses(
-    sums:list # Of each step: this rank's weighted loss and weight, shape `(2,)`
+    sums:list # This rank's weighted loss and weight in each step, shape `(2,)`
 )->torch.Tensor: # Loss of each step over all ranks, shape `(steps,)`
-    "The losses of one process's steps, in one reduction"
+    "Return the loss of each step as in one process, with one all-reduce"
     num,den = all_reduce(torch.stack(sums).float().cpu()).T
     return num/den

@@ -1,4 +1,4 @@
-"""Metrics and losses of all ranks, put together once
+"""Metrics and losses of all ranks, merged in one exchange
 
 Each rank evaluates its own samples, so what fastai prints on rank 0 is about those alone, unless something is exchanged.
 
@@ -25,11 +25,11 @@ from .evidence import *
 
 # %% ../../nbs/44_evaluate.metrics.ipynb #1e73ad33
 def whole_batch(
-    learn, # Learner with this rank's slice, `None` where it has none
+    learn, # Learner with this rank's slice, `None` if it has none
     loss=None, # This rank's part of the loss, and of its denominator
-    settled:list=() # Tensors that are no part of the batch, whatever their length
-)->dict: # Attribute name -> what it is in one process, on the CPU
-    "The batch that one process would have"
+    settled:list=() # Tensors that do not belong to the batch, whatever their length
+)->dict: # Attribute name -> its value in one process, on the CPU
+    "Return the batch that one process would have; one exchange"
     rows = rows_of(learn, find_bs(learn.yb or learn.xb)) if learn is not None else None
     mine = rows and ({k:v for k,v in rows.items() if not any(v is o for o in settled)},loss)
     parts,losses = zip(*[o for o in gather_objs(mine) if o])
@@ -41,9 +41,9 @@ def whole_batch(
 @contextmanager
 def showing(
     learn, # A Learner
-    **kwargs # What its attributes are inside
+    **kwargs # Its attributes inside the context
 ):
-    "Inside, `learn` has the attributes `kwargs`, and afterwards those that it had"
+    "Set the attributes `kwargs` of `learn` inside this context, and restore its own after it"
     own = {k:vars(learn)[k] for k in kwargs if k in vars(learn)}
     vars(learn).update(kwargs)
     try: yield learn
@@ -53,10 +53,10 @@ def showing(
 
 # %% ../../nbs/44_evaluate.metrics.ipynb #f8589710
 def batch_losses(
-    parts:list, # Of each rank: shape `(batches, 3)`, with numerator, denominator and size of each
-    summed:bool # Is a batch loss the sum, so that there is nothing to divide by?
-)->tuple: # As `AvgLoss` keeps them: sum of batch losses times size, and number of samples
-    "What one process would have accumulated"
+    parts:list, # For each rank, shape `(batches, 3)`: numerator, denominator and size
+    summed:bool # Whether a batch loss is a sum, and not divided
+)->tuple: # Sum of batch losses times size, and number of samples, as in `AvgLoss`
+    "Return the totals that one process would have accumulated"
     t = torch.zeros(max(map(len, parts)), 3, dtype=torch.float64)
     for p in parts: t[:len(p)] += p
     loss = t[:,0] if summed else t[:,0]/t[:,1]
@@ -65,13 +65,13 @@ def batch_losses(
 # %% ../../nbs/44_evaluate.metrics.ipynb #cec161cb
 def merge_metrics(
     mets:list, # Metrics between `reset` and `value`, the same on all ranks
-    sizes:list, # The size of each of this rank's batches
-    zeros:dict, # Of each metric, by `id`: its `zero_state`
-    plans:dict=None, # Of metrics that were tried, by `id`: their `plan`
+    sizes:list, # Sizes of this rank's batches
+    zeros:dict, # `id` of a metric -> its `zero_state`
+    plans:dict=None, # `id` of a tried metric -> its `plan`
     losses:torch.Tensor=None, # As for `batch_losses`
     summed:bool=False # As for `batch_losses`
-)->list: # Metrics that stay as they are, because ranks cannot put their states together, and why
-    "Give each of `mets` the state of all ranks, in place, with one exchange for them all"
+)->list: # `(metric, reason)` of each that cannot be merged, which is unchanged
+    "Merge the state of each of `mets` over ranks, in place, with one exchange for them all"
     plans = plans or {}
     mets = [m for m in mets if type(m).accumulate is not Metric.accumulate and plans.get(id(m), 1) is not None]
     if not mets or not grouped(): return []
@@ -85,20 +85,20 @@ def merge_metrics(
 
 # %% ../../nbs/44_evaluate.metrics.ipynb #85fc9d48
 def _sent(state):
-    "`state`, if it can be sent"
+    "Return `state` if it can be pickled, else the reason as text"
     if all(isinstance(v, (numbers.Number,torch.Tensor,list)) for v in state.values()): return state
     try: return state if pickle.dumps(state) else None
     except Exception as e: return f'{type(e).__name__}: {e}'
 
 def _merge_one(zero, parts, sizes, how):
-    "As `merge`; where no batch told `how`, an error unless all ways come to the same"
+    "Return `merge` by `how`; if `how` is unknown, raise `ValueError` unless all ways have the same result"
     if how: return merge(zero, parts, sizes, how)
     res = merge(zero, parts, sizes)
     if all(works_as(zero, parts, res, sizes, w) for w in ways[1:4]): return res
     raise ValueError('it began to change after it was tried')
 
 def _merge_metric(m, zero, gains, sizes, plan):
-    "Empty, or why it did not work"
+    "Merge `gains` into `m`; return an empty list, or `m` and the reason why it is impossible"
     no = first(g for g in gains if isinstance(g, str))
     if no: return [(m,no)]
     res = {}
@@ -111,7 +111,7 @@ def _merge_metric(m, zero, gains, sizes, plan):
 
 # %% ../../nbs/44_evaluate.metrics.ipynb #9a01c011
 def _into(old, new):
-    "`new`, in the object that was there: the user may hold it elsewhere"
+    "Return `new`, written into the object `old` where possible, since the user may hold that elsewhere"
     if type(old) is not type(new) or same_value(old, new): return new if type(old) is not type(new) else old
     if isinstance(old, dict): dict.update(old, {k:_into(old.get(k), v) for k,v in new.items()})
     elif isinstance(old, list): old[:] = new

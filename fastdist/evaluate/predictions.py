@@ -1,4 +1,4 @@
-"""What `get_preds` collects, of all ranks and in the order of the data set
+"""Predictions of `get_preds` from all ranks, in the order of the data set
 
 fastai's `get_preds` collects inputs, predictions, targets and losses in a `GatherPredsCallback`; so may a user.
 
@@ -22,12 +22,12 @@ from .merge import *
 
 # %% ../../nbs/46_evaluate.predictions.ipynb #625f5f45
 def gather_in_order(
-    res, # Nested tensors with a row for each of this rank's samples; `None` where it has none
-    order:np.ndarray=None, # Of all rows, rank by rank, the number of each in global order, as `row_order` returns it; `None` if unknown
-    dst:int=None, # The rank that gets them; all ranks by default
-    dim:int=0 # Where the rows are
+    res, # Nested tensors with a row for each of this rank's samples; `None` if it has none
+    order:np.ndarray=None, # Number of each row in global order, rank by rank, as from `row_order`; `None` if unknown
+    dst:int=None, # The rank that receives the rows; all ranks by default
+    dim:int=0 # Dimension of the rows
 ): # `None` on other ranks than `dst`
-    "Return the rows of all ranks, in global order where that is known, else rank by rank"
+    "Return the rows of all ranks, in global order if that is known, else rank by rank"
     if not grouped(): return res
     parts = gather_objs(res, dst)
     if not parts: return
@@ -42,7 +42,7 @@ def _n_rows(rows, dim):
 
 # %% ../../nbs/46_evaluate.predictions.ipynb #3a8fc5d2
 class _FileNumber:
-    "Number of the file of a batch: the `r`-th slice of the `i`-th global batch"
+    "Number of the file of a batch, which is the `r`-th slice of the `i`-th global batch"
     def __init__(self, phases): self.phases = phases
     def __str__(self): return str(self.phases.learn.iter*self.phases.size+self.phases.world.rank)
 
@@ -52,15 +52,20 @@ def gathering(
     "Return the callbacks that collect predictions"
     return learn.cbs.filter(risinstance(GatherPredsCallback))
 
-def number_files(cb, phases): cb.__dict__['iter'] = _FileNumber(phases)
+def number_files(
+    cb:GatherPredsCallback, # A callback that saves batches to files
+    phases # Of the trainer
+):
+    "Set the number of each file of `cb`, so that the files of all ranks are in order"
+    cb.__dict__['iter'] = _FileNumber(phases)
 
 # %% ../../nbs/46_evaluate.predictions.ipynb #ce029165
 def gather_predictions(
-    cb:GatherPredsCallback, # With what this rank has collected
+    cb:GatherPredsCallback, # With the rows of this rank
     ph, # The phase, over this rank's share
-    dst:int=None # The rank that gets all; all ranks by default
+    dst:int=None # The rank that receives the rows; all ranks by default
 ):
-    "Put what all ranks have collected in the place of what this rank has"
+    "Replace the rows that `cb` has collected on this rank by those of all ranks"
     vars(cb).pop('iter', None)
     order,back = ph.dl.gathered_order(),ph.dl.as_drawn()
     for k,on in dict(inputs=cb.with_input, preds=cb.with_preds, targets=cb.with_targs, losses=cb.with_loss).items():

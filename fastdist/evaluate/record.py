@@ -1,4 +1,4 @@
-"""One set of numbers after an epoch, on all ranks
+"""The same recorded numbers on all ranks after each epoch
 
 What `EarlyStoppingCallback`, `SaveModelCallback` and `ReduceLROnPlateau` steer by is in the recorder when an epoch ends. Some numbers come out differently on each rank whatever is exchanged: a metric that
 draws random numbers or reads a clock, a column that a user's callback adds.
@@ -27,9 +27,9 @@ def _sendable(o): return (o,) if isinstance(o, (numbers.Number,str,type(None),to
 def _plain(o): return o and (o[0].tolist() if hasattr(o[0], 'tolist') else o[0])
 
 def one_record(
-    log # Numbers of an epoch on this rank; `None` where there are none
-)->tuple: # Numbers for all, and a dict: place -> values of all ranks, where these differ
-    "Return the numbers of rank 0, on all ranks; what is no number or text stays this rank's"
+    log # Numbers of an epoch on this rank; `None` without any
+)->tuple: # The common numbers, and a dict: index -> values of all ranks, for numbers that differ
+    "Return the numbers, texts and arrays of rank 0, on all ranks; other values remain this rank's"
     mine = log if log is None else [_sendable(o) for o in log]
     if same_on_all(mine and [_plain(o) for o in mine]): return log,{}
     logs = gather_objs(mine)
@@ -40,18 +40,19 @@ def one_record(
 
 # %% ../../nbs/48_evaluate.record.ipynb #8e2ba812
 class OneRecord(JobCallback):
-    "Give the recorders of all ranks the same numbers"
+    "Write the numbers of rank 0 into the recorders of all ranks"
     order = Recorder.order-.01
     def __init__(self, **parts):
         super().__init__(**parts)
         self.times,self.differing = 0,set()
     def after_epoch(self):
+        "Compare the numbers of an epoch of a fit"
         if self.phases.fitting: self.agree()
 
 # %% ../../nbs/48_evaluate.record.ipynb #3abf404f
 @patch
 def agree(self:OneRecord):
-    "Take the numbers of rank 0, and name those that differ"
+    "Set the numbers of rank 0, and warn of those that differ"
     if self.phases.size==1: return
     rec,self.times = getattr(self.learn, 'recorder', None),self.times+1
     log,found = one_record(getattr(rec, 'log', None))
@@ -72,7 +73,7 @@ def one_set_of_numbers(
     learn:Learner, # About to fit or to evaluate
     record:OneRecord # Of this fit
 ):
-    "See that all ranks record the same inside this context"
+    "Record the same numbers on all ranks inside this context"
     with learn.added_cbs(record):
         yield
         if not record.times: record.agree()

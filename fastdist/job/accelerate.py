@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, told where this process stands
+"""Hugging Face Accelerate, configured from the `World` of this process
 
 Accelerate knows how to wrap a model for many kinds of hardware. But it decides alone what a process is: on a box without a GPU, two ranks that torchrun started become two single
 processes that train two unrelated models, without a word, unless every script says `cpu=True`.
@@ -30,7 +30,7 @@ from .options import *
 @contextmanager
 def told(
     w:World, # This process's world
-    cpu_fp16:bool=False # Whether Accelerate hears of fp16 on the CPU, and refuses it
+    cpu_fp16:bool=False # Whether fp16 on the CPU is passed on to Accelerate, which refuses it
 ):
     "Describe `w` to Accelerate through environment variables inside the context"
     mode = asked_precision(os.environ)
@@ -52,8 +52,8 @@ def open_accelerate(
     w:World, # This process's world
     cpu_fp16:bool=False, # As for `told`
     **options # Of Accelerate's `Accelerator`
-)->HFAccelerator: # It counts as many processes as `w` has
-    "Make Accelerate's `Accelerator` for this process; it shares its state with one that the user made before"
+)->HFAccelerator: # With `w.size` processes
+    "Return a new `Accelerator` of Accelerate for this process, which shares its state with one that the user made before"
     new = not has_state()
     with told(w, cpu_fp16): acc = HFAccelerator(cpu=w.device.type=='cpu', **options)
     if acc.num_processes==w.size: return acc
@@ -63,7 +63,7 @@ def open_accelerate(
 
 # %% ../../nbs/07_job.accelerate.ipynb #be524cfc
 class ProcessAccelerator:
-    "Wraps Accelerate's `Accelerator` for one process that trains a Learner"
+    "Wrapper of Accelerate's `Accelerator` for one process that trains a Learner"
     def __init__(self,
         world:World, # This process's world
         **options # Those that `check_options` accepts
@@ -85,12 +85,12 @@ class ProcessAccelerator:
         self.acc.native_amp,self.acc.scaler = False,None
 
     def forget(self):
-        "Drop the models that were prepared"
+        "Drop the references to prepared models"
         self.carry = None
         if self.acc: self.acc._models.clear()
 
     def release(self):
-        "Drop the models, and put Accelerate's global state back"
+        "Drop the references to prepared models, and reset Accelerate's global state if this object made it"
         self.forget()
         if self.owned: forget_state()
 
@@ -100,7 +100,7 @@ def prepare(self:ProcessAccelerator,
     model:torch.nn.Module, # On its device
     carrier:callable=None, # `carrier(model)` has the forward pass of `model` and a parameter `carry`; `model` itself by default
     own=() # Modules whose buffers the caller exchanges
-)->torch.nn.Module: # In `DistributedDataParallel`, if there are several ranks and it has something to learn; compiled if that was asked for
+)->torch.nn.Module: # In `DistributedDataParallel` if there are several ranks and it has trainable parameters; compiled if the options say so
     "Return the module for the forward pass of training; `model` itself is not changed"
     shared = carrier(model) if carrier and self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
     self.carry = shared.carry if shared is not model and self._carries() else None
@@ -119,12 +119,12 @@ def _buffers_each_step(self:ProcessAccelerator, model, own):
 
 @patch
 def _carries(self:ProcessAccelerator):
-    "Return whether numbers pass through DDP unchanged, which a search for unused parameters or a hook that compresses prevents"
+    "Return whether DDP averages numbers exactly: without a search for unused parameters and without a communication hook"
     return not self.ddp_options.find_unused_parameters and self.ddp_options.comm_hook==DDPCommunicationHookType.NO
 
 # %% ../../nbs/07_job.accelerate.ipynb #4ab1394e
 def _ignoring(wrapped, own):
-    "Let DDP, where `wrapped` is one or a compiled one, leave the buffers of `own` alone"
+    "Exclude the buffers of `own` from the broadcasts of DDP if `wrapped` is DDP or compiled DDP; return `wrapped`"
     ddp,ids = getattr(wrapped, '_orig_mod', wrapped),{id(b) for m in own for b in m.buffers(recurse=False)}
     if isinstance(ddp, DistributedDataParallel): ddp.parameters_to_ignore |= {n for n,b in ddp.module.named_buffers() if id(b) in ids}
     return wrapped

@@ -1,4 +1,4 @@
-"""How many ranks, on what, in which precision: said before there are any
+"""Number, device and precision of the ranks, described before they start
 
 What a job is to be is said in a script or a notebook that is no part of it: four ranks, on the CPU, in double precision. Later, in each rank, the same object is asked where that rank stands.
 
@@ -23,14 +23,14 @@ from .options import *
 
 # %% ../../nbs/08_job.description.ipynb #82816db3
 class JobDescription:
-    "How many ranks there are or will be, on what they compute and in which precision"
+    "Number of ranks, their device and their precision, before or after the ranks start"
     _places = {f.name for f in fields(World)}-{'size','gpu','cpu','source'}
     def __init__(self,
         nprocs:int=1, # Number of ranks that the head starts on this node
         compute_setup:str='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
-        log_setup:str='cpu', # Where numbers for logs are reduced: 'cpu', or 'auto' for where is computed
+        log_setup:str='cpu', # Device on which numbers for logs are reduced: 'cpu', or 'auto' for the rank's device
         backend:str=None, # Of the process group: 'nccl' or 'gloo'; the device's own by default
-        dtype:torch.dtype=None, # Of models and of float data; what they have by default
+        dtype:torch.dtype=None, # Of models and of float data; unchanged by default
         **options # For `accelerate.Accelerator`
     ):
         check_nprocs(nprocs, compute_setup)
@@ -49,12 +49,12 @@ class JobDescription:
 # %% ../../nbs/08_job.description.ipynb #7a9312be
 @patch(as_prop=True)
 def cpu_only(self:JobDescription)->bool:
-    "Whether ranks compute on the CPU even where there are GPUs"
+    "Whether ranks compute on the CPU even on a machine with GPUs"
     return self.compute_setup=='cpu' or bool(self.options.get('cpu'))
 
 @patch(as_prop=True)
 def world(self:JobDescription)->World:
-    "Where this process stands, as the environment says now"
+    "`World` of this process, from the present environment"
     return replace(this_world(), cpu=True) if self.cpu_only else this_world()
 
 @patch(as_prop=True)
@@ -65,32 +65,32 @@ def in_head(self:JobDescription)->bool:
 # %% ../../nbs/08_job.description.ipynb #d9ee318c
 @patch(as_prop=True)
 def execution_type(self:JobDescription)->str:
-    "'torchrun' where a launcher from outside made the ranks, else 'default'"
+    "'torchrun' where an external launcher started the ranks, else 'default'"
     return 'default' if 'FASTDIST_STORE' in os.environ or this_world().source=='one process' else 'torchrun'
 
 @patch(as_prop=True)
 def nprocs(self:JobDescription)->int:
-    "Number of ranks that the head starts on this node; 1 where a launcher made them"
+    "Number of ranks that the head starts on this node; 1 where a launcher started them"
     return 1 if self.execution_type=='torchrun' else self._nprocs
 
 @patch(as_prop=True)
 def world_size(self:JobDescription)->int:
-    "Number of ranks of the job; in the head, of those that it will start"
+    "Number of ranks of the job; in the head, the number that it will start"
     return self._nprocs if self.in_head else self.world.size
 
 # %% ../../nbs/08_job.description.ipynb #7f7cb458
 @patch(as_prop=True)
 def device(self:JobDescription)->torch.device:
-    "Where this rank computes; in the head, where rank 0 will"
+    "Device of this rank; in the head, the device of rank 0"
     if not self.in_head or self.cpu_only: return self.world.device
     return torch.device('cuda', 0) if torch.cuda.device_count() else torch.device('cpu')
 
 @patch(as_prop=True)
 def log_device(self:JobDescription)->torch.device:
-    "Where numbers for logs are reduced"
+    "Device on which numbers for logs are reduced"
     return self.device if self.log_setup=='auto' else torch.device('cpu')
 
 @patch(as_prop=True)
 def backend(self:JobDescription)->str:
-    "Backend of the process group: the one that was asked for, or the device's own"
+    "Backend of the process group; the default of the device unless the user has set one"
     return self._backend or ('nccl' if self.device.type=='cuda' else 'gloo')

@@ -1,4 +1,4 @@
-"""The exceptions that users meet
+"""The exceptions that fastdist raises
 
 A job can fail in ways that one process cannot: the environment contradicts itself, an option has no meaning on several ranks, another rank fails, or ranks hold different
 models. A user who wants to catch such a failure needs its type, and needs to know that there is no other.
@@ -13,10 +13,10 @@ __all__ = ['WorldError', 'OptionError', 'RankError', 'everywhere', 'is_everywher
 
 # %% ../../nbs/00_job.errors.ipynb #0891933d
 class WorldError(ValueError):
-    "The environment contradicts itself or the machine it describes"
+    "Raised where the environment contradicts itself or the machine that it describes"
 
 class OptionError(ValueError):
-    "An option cannot be honoured here"
+    "Raised for an option that fastdist does not honour"
     def __init__(self,
         name:str, # Of the option
         val, # What the user set
@@ -26,9 +26,9 @@ class OptionError(ValueError):
 
 # %% ../../nbs/00_job.errors.ipynb #b261d53e
 class RankError(RuntimeError):
-    "An error on another rank, with that rank's number and traceback"
+    "Raised for an error of another rank, with its number and traceback"
     def __init__(self,
-        rank:int, # The rank that failed; `None` where no single rank is to blame
+        rank:int, # The rank that failed; `None` where the error is not that of a single rank
         msg:str, # Its traceback, or how it ended
         shown:bool=True # Whether that rank prints its traceback itself; ranks that a head started leave it to the head
     ):
@@ -47,7 +47,7 @@ def everywhere(
 
 def is_everywhere(
     e:BaseException # Any exception
-)->bool: # `True` also for a `RankError` that blames no single rank
+)->bool: # `True` also for a `RankError` without a rank
     "Return whether all ranks raise `e`"
     return getattr(e, 'everywhere', False) or isinstance(e, RankError) and e.rank is None
 
@@ -55,13 +55,13 @@ def is_everywhere(
 def is_broken(
     e:BaseException # Any exception
 )->bool: # `False` for a `RankError`, which names its cause
-    "Return whether `e` says that a connection to another rank broke"
+    "Return whether `e` means that a connection to another rank broke"
     signs = 'gloo/transport','Connection closed by peer','Connection reset by peer','NCCL','Broken pipe','No backend type associated'
     return isinstance(e, RuntimeError) and not isinstance(e, RankError) and any(o in str(e) for o in signs)
 
 # %% ../../nbs/00_job.errors.ipynb #f815d005
 class HomeError(RuntimeError):
-    "The state that ranks have trained does not fit the head's object, and was written to the file `path`"
+    "Raised where the state that ranks have trained does not fit the head's object; the file `path` holds that state"
     def __init__(self,
         why:str, # The first difference
         path # File with all that came back
@@ -71,4 +71,4 @@ class HomeError(RuntimeError):
         self.path = path
 
 class DesyncError(RuntimeError):
-    "Ranks differ in something that all must have alike"
+    "Raised where ranks differ in a value that must be the same on all"

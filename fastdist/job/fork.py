@@ -7,7 +7,7 @@ what each rank returned, or raises the error of the first that failed.
 Forking has a trap for every notebook. OpenMP, with which torch runs CPU kernels on several threads, holds its threads between
 kernels. A fork copies the book-keeping of these threads but not the threads, so the child waits for ever for helpers that do not exist, as soon
 as it uses more than one. `notebook_launcher` forks, and so do data loader workers. The usual advice, one thread in the child, wastes the cores
-and breaks when somebody sets the number again.
+and breaks when other code sets the number again.
 
 The OpenMP runtime has a call that gives all its threads back, `omp_pause_resource_all`. Called by the parent just before it forks, there
 is nothing stale to copy, and both sides start new threads when they next need some.
@@ -62,7 +62,7 @@ def _be_rank(rank, fn, n, port, path, join, start):
     torch.save(res, path/str(rank))
 
 def _wait(ctx, timeout):
-    "Wait until all ranks of `ctx` have ended, or end those that are left"
+    "Wait until all ranks of `ctx` have ended; end the rest after `timeout` seconds or an error"
     end = time.monotonic()+timeout
     try:
         while not ctx.join(max(0, end-time.monotonic())):
@@ -75,11 +75,11 @@ def _wait(ctx, timeout):
 
 # %% ../../nbs/05_job.fork.ipynb #a9010e66
 def on_ranks(
-    fn:callable, # Called as `fn(rank)` on each rank; may be a lambda or a function of this notebook
+    fn:callable, # Called as `fn(rank)` on each rank; a lambda or a local function will do
     n:int=2, # Number of ranks
-    timeout:float=60, # Seconds until all are ended and `TimeoutError` is raised
+    timeout:float=60, # Seconds after which all ranks are ended and `TimeoutError` is raised
     join:bool=True, # Whether to make the process group before `fn`
-)->list: # What `fn` returned on each rank, in rank order
+)->list: # Results of `fn`, in rank order
     "Call `fn` on `n` CPU ranks forked from this process; raise `RankError` for the first that fails"
     with TemporaryDirectory() as d:
         _wait(start_processes(_be_rank, (fn, n, free_port(), Path(d), join, get_start_method(allow_none=True)), n, join=False, start_method='fork'), timeout)

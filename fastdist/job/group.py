@@ -1,4 +1,4 @@
-"""A process joins its job, and leaves it
+"""Join a process to its job, and undo that
 
 To train with others a process needs a process group, the variables that libraries read, its GPU, and its share of the cores. All of it has to be undone afterwards, also after an
 error, and a user may have done part of it already.
@@ -72,13 +72,13 @@ def _break(fd, inode):
         s.shutdown(socket.SHUT_RDWR)
 
 def _destroy_groups():
-    "Destroy all process groups and what holds them, such as wrappers of models in reference cycles"
+    "Destroy all process groups, and first collect reference cycles that hold them, such as wrappers of models"
     gc.collect()
     dist.destroy_process_group()
 
 # %% ../../nbs/04_job.group.ipynb #bcf89234
 class Membership:
-    "The membership of this process in its job: `join` changes the process, `leave` puts everything back"
+    "Membership of this process in its job: `join` makes the process group and sets the environment, `leave` undoes that"
     def __init__(self,
         world:World # This process's world
     ):
@@ -88,7 +88,7 @@ class Membership:
         timeout:timedelta=None, # Of collectives; torch's default where `None`
         backend:str=None # Of the process group; `world.backend` by default
     ): # Itself
-        "Make the process group, unless there is one or one process is all; an error leaves everything as it was"
+        "Make the process group, unless one exists or the job has one process; undo all changes where that fails"
         w = self.world
         if w.device.type=='cuda': torch.cuda.set_device(w.device)
         try:
@@ -99,7 +99,7 @@ class Membership:
         return self
 
     def leave(self):
-        "Undo `join`; safe to call twice, and after somebody else destroyed the group"
+        "Undo `join`; safe to call twice, and after other code has destroyed the group"
         with self.undo: self._leave_group()
 
 # %% ../../nbs/04_job.group.ipynb #2bf0c3e5
@@ -156,14 +156,14 @@ def _watch_new_groups(self:Membership):
 # %% ../../nbs/04_job.group.ipynb #54abe434
 @patch
 def cut(self:Membership):
-    "Break the connections of all process groups of this process: a rank that waits in a collective of any of them gets an error"
+    "Break the connections of all process groups of this process, so that ranks that wait in their collectives raise an error"
     for fd,inode in set(self.connections.items()) & set(sockets().items()): _break(fd, inode)
     for group in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError): group._get_backend(torch.device('cuda')).abort()
 
 @patch
 def renew(self:Membership):
-    "Make a new default group in the place of the one that was cut; all ranks call it"
+    "Replace the default group, whose connections were cut, by a new one; all ranks call it"
     self._leave_group()
     self._make_group(*self.made_with)
 
@@ -173,7 +173,7 @@ def group_owner()->Membership: # `None` where there is no group, or the user mad
 
 # %% ../../nbs/04_job.group.ipynb #1d6ef48a
 def setup_distrib(
-    gpu:int=None # CUDA device index; by default the local rank's where there is a job, and nothing happens where there is none
+    gpu:int=None # CUDA device index; in a job the local rank's by default, in one process no device is set
 )->int: # Index of this process's CUDA device, `None` on the CPU
     "Join this process to the job that the environment describes; safe to call twice, and after the group was made"
     w = this_world()

@@ -36,11 +36,11 @@ _handlers = (AutocastKwargs,DistributedDataParallelKwargs,GradScalerKwargs,InitP
 
 # %% ../../nbs/06_job.options.ipynb #5c34724d
 def accelerate_options()->dict: # Name -> default
-    "Return the options that Accelerate has and fastai has not"
+    "Return the options of Accelerate that have no counterpart in fastai"
     return {k:p.default for k,p in signature(HFAccelerator.__init__).parameters.items() if k not in ['self']+fastai_has_own}
 
 def check_options(
-    own_loop:bool=False, # Whether they are for a loop of the user's own, and not for a Learner
+    own_loop:bool=False, # Whether `kwargs` are for a training loop of the user's own, and not for a Learner
     **kwargs # As for Accelerate's `Accelerator`
 ):
     "Raise `OptionError` for the first of `kwargs` that would have no effect, `TypeError` for one that does not exist"
@@ -78,7 +78,7 @@ def _check_loader_config(cfg):
 def check_env(
     env:dict # Environment variables
 ):
-    "Raise `OptionError` for the first feature that `accelerate config` asks for and that is not honoured"
+    "Raise `OptionError` for the first feature in `env` that `accelerate config` sets and fastdist does not honour"
     for feature in ('FSDP','DEEPSPEED','MEGATRON_LM','PARALLELISM_CONFIG'):
         key = f'ACCELERATE_USE_{feature}'
         if str2bool(env.get(key) or 'no'): raise OptionError(key, env[key], _later)
@@ -87,7 +87,7 @@ def check_env(
 
 def asked_steps(
     env:dict # Environment variables
-)->int: # 1 where nobody asks
+)->int: # 1 by default
     "Return the number of batches in one step of the optimizer that `accelerate launch` or its YAML file asks for"
     n = env.get('ACCELERATE_GRADIENT_ACCUMULATION_STEPS', '1')
     _check_accumulation(int(n) if n.isdigit() else n, None)
@@ -130,7 +130,7 @@ def check_backend(
     backend:str, # Of `torch.distributed`; `None` for the default of the device
     cuda:bool # Whether the ranks compute on CUDA devices
 ):
-    "Raise `OptionError` unless `backend` can serve the device"
+    "Raise `OptionError` unless `backend` supports the device"
     if backend is None: return
     can = 'gloo or nccl' if cuda else 'gloo'
     if not dist.is_backend_available(backend): raise OptionError('backend', backend, f'this torch has none of that name. HINT: {can}')
@@ -138,7 +138,7 @@ def check_backend(
 
 # %% ../../nbs/06_job.options.ipynb #9a2ca723
 def check_dtype(
-    dtype:torch.dtype # Of models and of float data; `None` for what they have
+    dtype:torch.dtype # Of models and of float data; `None` leaves theirs
 ):
     "Raise `OptionError` unless models can have the type `dtype`"
     if dtype is None or isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex): return
@@ -167,7 +167,7 @@ def group_options(
     w:World, # This process's world
     kwargs_handlers:list=None # May hold an `InitProcessGroupKwargs`
 )->dict: # For `Membership.join`
-    "Return timeout and backend of the process group that the user asked for"
+    "Return the timeout and the backend that the user has set for the process group"
     h = handler_of(kwargs_handlers, InitProcessGroupKwargs)
     if not h or w.size==1: return {}
     if dist.is_initialized(): raise OptionError('kwargs_handlers', h, 'the process group stands already. HINT: leave it out, or make no group before')

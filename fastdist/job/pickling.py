@@ -25,13 +25,13 @@ def write(
     path, # File
     pickler:type=cloudpickle.Pickler # Writes all but the tensors
 ):
-    "Write `o` to `path`, with its tensors apart from the rest, so that they can be mapped into memory"
+    "Write `o` to `path`, with its tensors stored separately, so that `read` can map them into memory"
     torch.save(o, path, pickle_module=SimpleNamespace(__name__='cloudpickle', Pickler=pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
 def read(
     path # File that `write` wrote
 ):
-    "Return what `write` wrote; tensors are on the CPU, and use memory of this process only where it changes them"
+    "Return the object in `path`; its tensors are on the CPU, and use memory of this process only where it changes them"
     return torch.load(path, map_location='cpu', weights_only=False, mmap=True)
 
 # %% ../../nbs/09_job.pickling.ipynb #fffd5aa6
@@ -40,16 +40,16 @@ def _in_script(o):
     return isinstance(o, (type,FunctionType)) and o.__module__=='__main__' and vars(sys.modules['__main__']).get(o.__name__) is o
 
 class ByName(cloudpickle.Pickler):
-    "Writes functions and classes of the script as names, for a process that has them"
+    "Pickler that writes functions and classes of the script by name, for a process that has them"
     def reducer_override(self,
-        o # Met while pickling
+        o # Object to pickle
     ):
-        "Return how to pickle `o`"
+        "Return `NotImplemented` for a function or class of the script, so that it is pickled by name; else as cloudpickle"
         return NotImplemented if _in_script(o) else super().reducer_override(o)
 
 # %% ../../nbs/09_job.pickling.ipynb #6000d2a3
 class Script:
-    "The head's script or notebook: its path, how it starts processes, `names` of its functions and classes that were pickled, `lines` of their cells"
+    "Description of the head's script or notebook: its path, its start method, and the pickled functions and classes (`names`) with the source of their cells (`lines`)"
     def __init__(self):
         main = sys.modules['__main__']
         self.names,self.lines,self.start = {},{},get_start_method(allow_none=True)
@@ -59,7 +59,7 @@ class Script:
         o, # Anything that cloudpickle can write
         path # File, for `read`
     ):
-        "Write `o`, and this object with what `o` needs of the script"
+        "Write `o` and this object, which records the functions and classes of the script that `o` needs"
         class Pickler(cloudpickle.Pickler):
             def reducer_override(_, o):
                 self._note(o)
@@ -76,7 +76,7 @@ def _note(self:Script, o):
 
 @patch
 def install(self:Script):
-    "Give this process's `__main__` the names, the path and the start method of the script"
+    "Set names and path of the script in this process's `__main__`, and its start method"
     main = sys.modules['__main__']
     vars(main).update(self.names, __spec__=ModuleSpec(self.module, None) if self.module else None)
     if self.path: main.__file__ = self.path

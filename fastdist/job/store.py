@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet
+"""The key-value store in which the ranks of a job meet
 
 Ranks know their number and the address of rank 0, and nothing of each other. They meet in a key-value store that rank 0 serves, or the launcher's agent.
 
@@ -30,8 +30,8 @@ def free_port()->int:
 # %% ../../nbs/03_job.store.ipynb #c8774ee8
 def awaited(
     store:dist.Store, # A store of torch
-    key:str, # Somebody sets it
-    check:callable=noop, # Called at each look; it may raise
+    key:str, # Key that another process sets
+    check:callable=noop, # Called after each look that does not find the key; may raise an error
     timeout:float=float('inf') # Seconds
 )->bytes: # The value at `key`
     "Wait until `key` is set in `store`; raise `TimeoutError` after `timeout` seconds"

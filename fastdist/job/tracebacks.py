@@ -1,4 +1,4 @@
-"""Errors shown once, with the user's own code at a glance
+"""Short tracebacks, printed by one rank
 
 An error in a callback or a model has sixty lines of traceback, and six of them are the user's: between the script's `fit` and the callback lie fastai's events, the launcher and
 torch. Each rank that fails prints as many, in one terminal.
@@ -28,8 +28,8 @@ _python = str(Path(os.__file__).parent)
 
 def library_place(
     path:str # Of a source file
-)->str: # Relative to where libraries lie; `None` for all other code
-    "Return where `path` lies in fastdist, in a library that it builds on, or in Python itself"
+)->str: # Path relative to the folder of the libraries; `None` for all other code
+    "Return the place of `path` in fastdist, in a library that it builds on, or in Python itself"
     root = first(d for k,d in _roots.items() if path.startswith(os.path.join(d, k, '')))
     if root: return os.path.relpath(path, root)
     if path.startswith('<frozen '): return path
@@ -38,13 +38,13 @@ def library_place(
 
 # %% ../../nbs/01_job.tracebacks.ipynb #f69ecf1a
 def _places(frames):
-    "Return file and lines of `frames`, those of one file together"
+    "Return file and lines of `frames`; frames of one file are grouped"
     runs = [(k,dict.fromkeys(str(f.lineno) for f in fs)) for k,fs in itertools.groupby(frames, lambda f: library_place(f.filename))]
     s = ' '.join(f'{k}:{",".join(lines)}' for k,lines in runs)
     return s if len(s)<800 else f'{s[:400]} ... {s[-400:]}'
 
 class ShortStack(StackSummary):
-    "Frames of a traceback, of which those of libraries are shown as places, except two at the end"
+    "Frames of a traceback; those of libraries, except the last two, are shown as places"
     def format(self, **kw):
         "Return the lines to print; `kw` are those of `StackSummary.format`"
         tail = len(list(itertools.takewhile(lambda f: library_place(f.filename), reversed(self))))
@@ -59,7 +59,7 @@ class ShortStack(StackSummary):
 def shorten(
     t:TracebackException # Changed in place
 )->TracebackException: # Itself
-    "Shorten `t` and the exceptions that it comes with to `ShortStack`s"
+    "Replace the stacks of `t`, of its causes and of its contexts by `ShortStack`s"
     for o in (t.__cause__, t.__context__, *(getattr(t, 'exceptions', None) or [])): o and shorten(o)
     t.stack = ShortStack(t.stack)
     return t
@@ -67,7 +67,7 @@ def shorten(
 def traceback_text(
     e:BaseException # With its traceback
 )->str: # Ends without a newline
-    "Return what Python prints for `e`, with frames of libraries as places unless the environment says `FASTDIST_TRACEBACK=full`"
+    "Return the text that Python prints for `e`, with frames of libraries as places unless `FASTDIST_TRACEBACK=full` is set"
     t = TracebackException.from_exception(e)
     return ''.join((t if os.environ.get('FASTDIST_TRACEBACK')=='full' else shorten(t)).format()).rstrip()
 
@@ -77,7 +77,7 @@ def show_once(
     rank_of:callable, # Returns this process's rank in a job of several, `None` elsewhere
     kind:type, err:BaseException, tb # As for any `sys.excepthook`
 ):
-    "Print one line for an error of another rank, and a short traceback for a rank's own error and for one that ranks bring to their head"
+    "Print one line for an error of another rank; print a short traceback for a rank's own error and for a `RankError` in the head"
     rank = rank_of()
     if rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} ends with the error that rank 0 shows, a {kind.__name__}\n')
     elif isinstance(err, RankError) and err.shown and rank not in (None,err.rank) and not is_everywhere(err):

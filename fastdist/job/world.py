@@ -26,7 +26,7 @@ from .errors import *
 # %% ../../nbs/02_job.world.ipynb #bc7ddaa8
 @dataclass(frozen=True)
 class World:
-    "The place of a process in its job, and who assigned it"
+    "Rank, node and device of a process in its job, and the launcher that assigned them"
     rank:int=0 # Number of this process in the job, from 0
     size:int=1 # Number of processes in the job (its world size), never 0
     local_rank:int=0 # Number of this process on its node

@@ -70,12 +70,14 @@ class DistributedTrainer(AgreeingCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, _plain=False, _through=None, compares=False)
+        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, _plain=False, compares=False)
 
     @property
     def size(self):
         "Number of ranks that train together; one while rank 0 evaluates on its own"
         return self.phases.size if self.job else 1
+    @property
+    def _through(self): return self.layout and self.layout.through
 
 # %% ../../nbs/79_train.trainer.ipynb #2a2f9825
 def _warn_lone(env):
@@ -130,7 +132,7 @@ def wrap(self:DistributedTrainer):
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(self.learn.dls.train, StepDL)))
     self.weigh.wrap()
-    self._through,self.compares = self.layout,self.desync_check and self.size>1
+    self.compares = self.desync_check and self.size>1
     if self.size>1 and not self._said and self.job.world.rank==0: print(self._startup())
     self._said = True
 
@@ -159,7 +161,7 @@ def _startup(self:DistributedTrainer):
 @patch
 def unwrap(self:DistributedTrainer):
     "End a fit: forget wrappers, phases and shares"
-    self._through,self.compares = None,False
+    self.compares = False
     if self.weigh is None: return
     self._events.around_loss = None
     self.weigh.end()

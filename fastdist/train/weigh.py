@@ -79,7 +79,7 @@ def batch(self:Weigh,
     self.due,self.passes = True,0
     if self.phases.size>1:
         self.weights.fill()
-        self._tell()
+        if self.weights.empty: self._tell()
     if not self.layout.covers(own_model(self.learn), self.learn.opt): self.wrap()
     if self.window: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
     with self.layout.step(self._exchanges()): run()
