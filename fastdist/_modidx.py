@@ -1073,6 +1073,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastdist.job.spawn._redirect': ('job.spawn.html#_redirect', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn.cpu_random': ('job.spawn.html#cpu_random', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn.end_with_head': ('job.spawn.html#end_with_head', 'fastdist/job/spawn.py'),
+                                    'fastdist.job.spawn.is_server': ('job.spawn.html#is_server', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn.rank_env': ('job.spawn.html#rank_env', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn.set_cpu_random': ('job.spawn.html#set_cpu_random', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn.start_ranks': ('job.spawn.html#start_ranks', 'fastdist/job/spawn.py')},
