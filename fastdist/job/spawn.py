@@ -105,7 +105,7 @@ class _Output:
     "Copies the output of a rank from the pipe at `path` to `to`; with a `prefix`, line by line with the prefix before each"
     def __init__(self, path, to, prefix=''):
         os.mkfifo(path)
-        self.fd,self.to,self.prefix,self.rest,self.tail = os.open(path, os.O_RDONLY|os.O_NONBLOCK),to,prefix,'',b''
+        self.fd,self.to,self.prefix,self.rest,self.tail = os.open(path, os.O_RDWR|os.O_NONBLOCK),to,prefix,'',b'' # a pipe with no writer, which it would be before and after the rank, is always ready
         self.decode = codecs.getincrementaldecoder('utf-8')('replace').decode
 
     def __call__(self):
@@ -181,8 +181,7 @@ def wait(self:Ranks):
     "Show the ranks' output until all have ended, or until one second after the first failure; raise that failure"
     for o in self.outputs: self.sel.register(o.fd, selectors.EVENT_READ, o)
     while any(p.is_alive() for p in self.procs):
-        heard = [key.data() for key,_ in self.sel.select(0.05)]
-        if heard and not any(heard): time.sleep(0.01) # a pipe that nobody writes to any more is always ready
+        for key,_ in self.sel.select(0.05): key.data()
         if not self.failed_at and any(p.exitcode for p in self.procs): self.failed_at = time.monotonic()
         if self.failed_at and time.monotonic()-self.failed_at>1: break
     for o in self.outputs:
