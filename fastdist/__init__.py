@@ -30,6 +30,7 @@
 - `fastdist.evaluate.record`: The same recorded numbers on all ranks after each epoch
 - `fastdist.evaluate.reduction`: The reduction of a Learner's loss over a batch, found by all ranks together
 - `fastdist.evaluate.trial`: Trials of a user's code on copies, without side effects
+- `fastdist.evaluate.value`: The value of a metric, computed on rank 0 and held on all ranks
 - `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
 - `fastdist.job.callbacks`: Callbacks that are on a Learner only inside a job, and those that only rank 0 runs
 - `fastdist.job.description`: Number, device and precision of the ranks, described before they start

@@ -90,7 +90,7 @@ def gather_rows(
     with exchange():
         ns = [o.item() for o in _all_gather(torch.tensor([len(t)]))]
         pad = t.new_zeros((max(ns)-len(t), *t.shape[1:]))
-        return [o[:n] for o,n in zip(_all_gather(torch.cat([t, pad]), dst), ns)]
+        return [o[:n] for o,n in zip(_all_gather(torch.cat([t, pad]) if len(pad) else t, dst), ns)]
 
 def _all_gather(t, dst=None):
     there = _reachable(t).contiguous()
@@ -142,4 +142,6 @@ def gather_objs(
     dst:int=None # The rank that receives the objects; all ranks by default
 )->list: # Objects in rank order; empty on other ranks than `dst`
     "Return the object `o` of each rank"
-    return list(map(_unpack, gather_rows(_pack(o), dst))) if grouped() else [o]
+    if not grouped(): return [o]
+    rows = gather_rows(_pack(o), dst)[::-1]
+    return [_unpack(rows.pop()) for _ in range(len(rows))] # as each is unpacked, its bytes are freed

@@ -120,7 +120,7 @@ def merge(
     if all(p is None for p in parts) or zero is not None and all(same_value(p, zero) for p in parts): return parts[0]
     if all(map(is_number, parts)): return _merge_nums(zero, parts, how, sizes)
     if all(isinstance(p, list) for p in parts):
-        return [merge(z, list(o), sizes, how) for z,o in zip(zero, zip(*parts))] if zero else sum(in_turn(parts, sizes), [])
+        return [merge(z, list(o), sizes, how) for z,o in zip(zero, zip(*parts))] if zero else list(itertools.chain(*in_turn(parts, sizes)))
     if all(isinstance(p, (set,frozenset)) for p in parts): return parts[0].union(*parts[1:])
     if all(isinstance(p, dict) for p in parts): return _merge_items(zero or {}, parts, sizes, how)
     if isinstance(parts[0], (str,bool)) and all(p==parts[0] for p in parts): return parts[0]
