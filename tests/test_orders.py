@@ -52,6 +52,12 @@ def test_one_rank_draws_for_its_node(cls, size, draws):
     test_eq(counts, [(2,0)]+[(0,0)]*(size-1))
     check(res, cls)
 
+def test_an_order_of_64_bits_is_shared_too(monkeypatch):
+    monkeypatch.setattr(shuffle, 'int_type', lambda n: np.int64)
+    res = on_ranks(lambda rank: epochs(loader(rank)))
+    test_eq(res[0][0].dtype, np.int64)
+    check(res)
+
 def test_no_rank_holds_the_order():
     def fn(rank):
         share = StepDL(loader(rank, 2**24))
