@@ -7,6 +7,7 @@
 - `fastdist.comm.exchanges`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
 - `fastdist.comm.listener`: Authenticated connections between the ranks of one job
+- `fastdist.comm.memory`: Memory that one rank of a node fills for all ranks of the node
 - `fastdist.comm.messages`: Messages between two ranks, as lines of JSON over a socket
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own

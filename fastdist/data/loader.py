@@ -21,6 +21,7 @@ from fastai.data.load import DataLoader,_FakeLoader,_loaders
 from fastai.data.core import Pipeline
 from fastai.learner import _ConstantFunc
 from ..comm.collectives import *
+from .shuffle import *
 from .sharding import *
 from .torch_loader import *
 
@@ -45,7 +46,7 @@ class DistributedDL(TorchShare):
 @patch
 def get_idxs(self:DistributedDL):
     "Return this rank's share of the order"
-    if self.n is not None and self.indexed: return self._deal(self._agree(global_order))
+    if self.n is not None and self.indexed: return self._deal(self._agree(partial(global_order, shuffle=self._shuffled)))
     idxs = self._drawn_together(self._stream_idxs)
     if self.n is not None: self._weigh(self.n)
     return self._endless(idxs) if self.indexed else idxs
@@ -231,7 +232,7 @@ class StepDL(DistributedDL):
         idxs = self._drawn_together(draw)
         if not self._joint: return idxs
         res = agreed(idxs)
-        if res is not idxs: self._rank_orders = idxs,res
+        if res is not idxs and not isinstance(idxs, Shuffle): self._rank_orders = idxs,res
         return res
 
 class EvalDL(StepDL):

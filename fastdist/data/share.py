@@ -25,6 +25,7 @@ from ..job.world import *
 from ..job.group import *
 from ..comm.collectives import *
 from ..comm.rng import *
+from .shuffle import *
 from .sharding import *
 
 # %% ../../nbs/33_data.share.ipynb #11f50150
@@ -222,3 +223,9 @@ def _agree(self:Share, draw):
     idxs = self._drawn_together(draw)
     if is_own(self, '_broadcast', Share) or isinstance(idxs, list): return agreed(idxs) if self._joint else idxs
     return as_order(self._broadcast(listed(idxs), 0))
+
+# %% ../../nbs/33_data.share.ipynb #80c17989
+@patch
+def _shuffled(self:Share, n, rng):
+    "Return the shuffled order of `n` samples, or, from 2²² samples on in a pass of all ranks, a `Shuffle`, which `agreed` draws once a node"
+    return (Shuffle if n>=2**22 and self._joint and is_own(self, '_broadcast', Share) else shuffled_range)(n, rng)
