@@ -105,11 +105,10 @@ def _begin_alone(self:TorchShare):
     self._lens = []
     if self.n is not None and not self._whole: self._weigh(self.n)
 
-@patch
-def _note(self:TorchShare, b):
+def _note(lens, totals, b):
     "Note the size of the user's batch `b` of sample numbers"
-    self.totals[len(self._lens)] = len(b)
-    self._lens.append(len(b))
+    totals[len(lens)] = len(b)
+    lens.append(len(b))
 
 # %% ../../nbs/35_data.torch_loader.ipynb #b8c5ad8c
 @patch
@@ -150,14 +149,18 @@ class From:
     ): store_attr()
     def __len__(self): return len(self.by)
     def __iter__(self):
-        self.it,self.calls = map(self._noted, iter(self.by)),0
+        self.it,self.calls = map(partial(_noted, self.note), iter(self.by)),0
         return self
-    def _noted(self, o): return self.note(o) or o
     def __next__(self):
         if not self.calls: deque(islice(self.it, self.batch), maxlen=0)
-        if self.calls==self.ahead: self.then()
+        if self.calls==self.ahead: self._end_wait()
         self.calls += 1
         return next(self.it)
+    def _end_wait(self):
+        then,self.then = self.then,noop # a data worker's iterator that led back to its loader would end late, as garbage
+        then()
+
+def _noted(note, o): return note(o) or o
 
 # %% ../../nbs/35_data.torch_loader.ipynb #9cf54e10
 @contextmanager
@@ -177,7 +180,7 @@ def _ordered_by(dl, name, by, alive):
 def _opened_as_is(self:TorchShare):
     "Return an iterator over the batches of the user's loader itself"
     dl,name = self.dl,'sampler' if self.dl.batch_sampler is None else 'batch_sampler'
-    ahead,note = dl.num_workers*(dl.prefetch_factor or 0),self._note if self._alone and self._whole else noop
+    ahead,note = dl.num_workers*(dl.prefetch_factor or 0),partial(_note, self._lens, self.totals) if self._alone and self._whole else noop
     with ExitStack() as stack:
         by = From(getattr(dl, name), self._at, lambda: (stack.close(),self._begin()), ahead, note)
         stack.enter_context(_ordered_by(dl, name, by, self._alive))
