@@ -16,6 +16,7 @@
 - `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
 - `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
+- `fastdist.data.order`: What the order of a loader's next pass depends on
 - `fastdist.data.sharding`: The samples of each rank, by arithmetic on an order that all ranks share
 - `fastdist.data.share`: The samples of a loader that belong to one rank, and the weights of its batches
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster

@@ -46,10 +46,16 @@ class DistributedDL(TorchShare):
 @patch
 def get_idxs(self:DistributedDL):
     "Return this rank's share of the order"
-    if self.n is not None and self.indexed: return self._deal(self._agree(partial(global_order, shuffle=self._shuffled)))
+    if self.n is not None and self.indexed: return self._dealt_out(self._agree(partial(global_order, shuffle=self._shuffled)))[self._first:]
     idxs = self._drawn_together(self._stream_idxs)
     if self.n is not None: self._weigh(self.n)
     return self._endless(idxs) if self.indexed else idxs
+
+@patch
+def _dealt_out(self:DistributedDL, idxs):
+    "Return this rank's part of the order `idxs`; one process alone reads a ragged rest too before it leaves it out, as the loader itself does"
+    mine = self._deal(idxs)
+    return idxs if self._alone else mine
 
 @patch
 def _stream_idxs(self:DistributedDL, o):
@@ -67,8 +73,8 @@ def create_batches(self:DistributedDL,
     o = self.source
     if self._own_batches: return o.create_batches(samps)
     if self._streams: return self._stream(samps)
+    if self.bs is None or self._alone: return map(o.do_batch, self._made(samps))
     if o.dataset is not None: o.it = iter(o.dataset)
-    if self.bs is None: return map(o.do_batch, filter(lambda b: b is not None, map(o.do_item, samps)))
     return map(o.do_batch, self._chunks(samps))
 
 @patch
@@ -152,7 +158,9 @@ def _iter_own(self:DistributedDL):
     self.randomize()
     self.before_iter()
     self._idxs = self.get_idxs()
-    for b in self._counted(_loaders[self.fake_l.num_workers==0](self.fake_l)):
+    it = _loaders[self.fake_l.num_workers==0](self.fake_l)
+    if not self._past: self._begin()
+    for b in self._counted(it):
         if self.pin_memory and type(b)==list: b = tuple(b)
         yield self.after_batch(b if self.device is None else to_device(b, self.device))
     self.after_iter()
@@ -161,8 +169,10 @@ def _iter_own(self:DistributedDL):
 @patch
 def __iter__(self:DistributedDL):
     self.follow()
+    self._take_place()
     self.weights,self.totals,self._joint = {},{},self._joins()
-    return self._iter_torch() if self.torch else self._iter_own()
+    res = self._iter_torch() if self.torch else self._iter_own()
+    return self._read_past(res) if self._past else res
 
 # %% ../../nbs/36_data.loader.ipynb #37af5c0f
 @patch
@@ -219,6 +229,7 @@ def _rows(self:DistributedDL):
 class StepDL(DistributedDL):
     "`DistributedDL` for training: slices of each global batch, with the same number of steps on every rank"
     slicing,_rank_orders = True,None
+    _alone = property(lambda self: self.world_size==1)
     def to_detach(self, b, cpu=True, gather=True):
         "Return `b` detached, without gathering"
         return to_detach(b, cpu, gather=False)

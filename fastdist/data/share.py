@@ -42,7 +42,7 @@ def _source(dl, g):
 # %% ../../nbs/33_data.share.ipynb #cf6dfcfb
 class Share(TfmdDL):
     "Base of loaders over the samples of `dl` that belong to one rank, in blocks; subclasses make the batches"
-    _default,pad,slicing = 'dl',True,False
+    _default,pad,slicing,_alone = 'dl',True,False,False
 
     def __init__(self,
         dl, # fastai or torch `DataLoader`; for a share, the loader inside
@@ -223,6 +223,31 @@ def _agree(self:Share, draw):
     idxs = self._drawn_together(draw)
     if is_own(self, '_broadcast', Share) or isinstance(idxs, list): return agreed(idxs) if self._joint else idxs
     return as_order(self._broadcast(listed(idxs), 0))
+
+# %% ../../nbs/33_data.share.ipynb #565ef0f7
+Share._resume,Share._at,Share._then,Share._alive = (0,noop,False),0,noop,False
+
+@patch
+def resume_at(self:Share,
+    batch:int, # Batch of this rank with which the next pass begins
+    then:callable=noop, # Called once in that pass, before anything of `batch` is computed in this process
+    alive:bool=False # `has_workers` before that pass: whether it needed no seed for data workers
+):
+    "Begin the next pass at `batch`; `len`, `weights` and `totals` stay those of a full pass"
+    self._resume = batch,then,alive
+
+# %% ../../nbs/33_data.share.ipynb #ff887b83
+@patch
+def _take_place(self:Share):
+    "Set where the pass that begins now has its first batch"
+    self._at,self._then,self._alive = (0,noop,False) if self._only_look else self._resume
+    if not self._only_look: self._resume = 0,noop,False
+
+@patch
+def _begin(self:Share):
+    "Call what `resume_at` was given, once"
+    then,self._then = self._then,noop
+    then()
 
 # %% ../../nbs/33_data.share.ipynb #80c17989
 @patch

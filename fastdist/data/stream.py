@@ -15,6 +15,9 @@ __all__ = ['StreamShare', 'Slices', 'InitWorker']
 
 # %% ../../nbs/34_data.stream.ipynb #3ddb944f
 import torch,numpy as np
+from collections import deque
+from itertools import islice
+from warnings import warn
 from torch.utils.data import IterableDataset,get_worker_info
 from fastcore.all import *
 from fastai.data.load import DataLoader,SkipItemException
@@ -67,13 +70,37 @@ def is_dealt(self:StreamShare)->bool:
 @patch
 def _counted(self:StreamShare, batches):
     "Yield `batches`; compute weights and totals of a stream from the sizes of its global batches"
-    self._sizes,self._done = [],0
+    self._sizes,self._done = [],self._at-self._past
     for b in batches:
         if self._counts: b = self._count(*b)
         if self._counts and b is None: continue
         self._done += 1
         yield b
     if self._counts and self._joint and not self._sizes: _compare_streams(None)
+
+# %% ../../nbs/34_data.stream.ipynb #a6da9070
+@patch(as_prop=True)
+def _past(self:StreamShare):
+    "Number of batches that are made and dropped before the first of this pass, because only then the next are known"
+    own = self._own_batches or self._alone and not self.torch and not is_own(self.source, 'chunkify', DataLoader)
+    return self._at if own or self._streams else 0
+
+@patch(as_prop=True)
+def _first(self:StreamShare):
+    "Number of samples, or of whole batches, of this rank that the pass leaves out without reading them"
+    return 0 if self._past else self._at*self._unit()[0]
+
+# %% ../../nbs/34_data.stream.ipynb #fd37b45f
+@patch
+def _read_past(self:StreamShare, batches):
+    "Yield `batches` without those that only had to be made"
+    n,name = self._past,type(self.dl.dataset if self._streams else self.dl).__name__
+    if not self.rank: warn(f'{name} gives its batches only in sequence, so the {n} that are done of this epoch are made once more and dropped. '
+        'HINT: a data set with __getitem__ and __len__ goes on at any batch')
+    for b in batches:
+        if self._done>n: yield b
+        elif self._done==n: self._begin()
+    self._begin()
 
 # %% ../../nbs/34_data.stream.ipynb #c32d5921
 @patch
@@ -117,11 +144,20 @@ def _raw(self:StreamShare, samps, g):
     if self.source.dataset is not None: self.source.it = iter(self.source.dataset)
     yield from chunked(filter(lambda x: x is not None, map(self._read, samps)), g, self.drop_last)
 
+# %% ../../nbs/34_data.stream.ipynb #b71b5fad
+@patch
+def _made(self:StreamShare, samps):
+    "Return the samples `samps` in lists of a batch, or one by one where a sample is a batch, as the user's loader makes them"
+    o = self.source
+    if o.dataset is not None: o.it = iter(o.dataset)
+    return o.chunkify(filter(lambda b: b is not None, map(o.do_item, samps)))
+
 # %% ../../nbs/34_data.stream.ipynb #733fe2dc
 @patch
 def _stream(self:StreamShare, samps):
     "Yield for each global batch its size, a digest of its first sample, and this rank's slice (`None` if empty)"
     o,g = self.source,(self.bs or 1)*self.world_size
+    if self._alone: return (yield from ((len(b) if self.bs else 1,None,o.do_batch(b)) for b in self._made(samps)))
     chunks = self._raw(samps, g)
     for raw in drawn_alike(chunks, self.rank, o) if self._joint else chunks:
         mine = pick(raw, self._slice(len(raw), self.rank))
@@ -132,8 +168,10 @@ def _stream(self:StreamShare, samps):
 # %% ../../nbs/34_data.stream.ipynb #65b88781
 @patch
 def _endless(self:StreamShare, idxs):
-    "Return this rank's slices of an endless order"
-    return (o for i,o in enumerate(idxs) if i//(self.bs or 1)%self.world_size==self.rank)
+    "Return this rank's slices of an endless order, from the first batch of the pass on"
+    res = (o for i,o in enumerate(idxs) if i//(self.bs or 1)%self.world_size==self.rank)
+    deque(islice(res, self._first), maxlen=0)
+    return res
 
 # %% ../../nbs/34_data.stream.ipynb #5089f2e4
 class Slices(IterableDataset):
