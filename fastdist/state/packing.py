@@ -125,6 +125,7 @@ def pack(
         return (one[0],pack(one[1], copy)) if one else [pack(o, copy) for o in v]
     if cls is dict and all(type(k) in (str,int,float,bool) for k in v): return {k:pack(o, copy) for k,o in v.items()}
     name = _types.get(cls) or ('dict' if cls is dict else first(n for n,c in _bases.items() if isinstance(v, c)))
+    if not name: check_plain(v)
     return name,pack(_table[name][1](v), copy)
 
 # %% ../../nbs/55a_state.packing.ipynb #60141d55
