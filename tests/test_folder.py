@@ -1,5 +1,5 @@
 "States on disk as a training meets them: killed while it writes, a disk that is full or gone, files that were changed since, two jobs with one path"
-import errno,gc,json,os,pytest,random,resource,signal,socket,struct,subprocess,sys,threading,time,zlib
+import gc,json,os,pytest,random,resource,signal,socket,struct,subprocess,sys,threading,time,zlib
 from collections import OrderedDict
 from contextlib import contextmanager
 from io import BytesIO
@@ -20,7 +20,9 @@ from fastdist.state.writer import *
 
 fork = get_context('fork')
 
-def written(states, i, n=1000, **kw): return states.write(dict(batch=i), dict(learner=dict(w=torch.full((n,), i), loss=[tensor(float(i))]*3), rng=dict(py=random.Random(i).getstate())), f'batch{i}', **kw)
+def written(states, i, n=1000, **kw):
+    parts = dict(learner=dict(w=torch.full((n,), i), loss=[tensor(float(i))]*3), rng=dict(py=random.Random(i).getstate()))
+    return states.write(dict(batch=i), parts, f'batch{i}', **kw)
 
 def is_right(state):
     i = state.about['batch']
@@ -66,14 +68,15 @@ tensors = arrays(scalar_dtypes().filter(lambda o: o.kind in 'bif' and o.isnative
 of_fastai = st.builds(lambda t, cls: torch.as_subclass(t, cls), tensors, st.sampled_from([TensorBase,TensorImage,TensorCategory]))
 of_numpy = arrays(scalar_dtypes(), array_shapes(min_dims=0, max_side=3)) | floats.map(np.float32) | st.integers(0, 255).map(np.uint8)
 texts = st.text(st.characters()) | st.binary() | st.builds(bytearray, st.binary()) | st.text('ab/.', min_size=1).map(Path)
-alike = st.one_of(*(st.lists(o, min_size=1) for o in (floats, st.integers(), floats.map(tensor), floats.map(lambda o: TensorBase(tensor(o).half())), floats.map(np.float64))))
+scalars = floats,st.integers(),floats.map(tensor),floats.map(lambda o: TensorBase(tensor(o).half())),floats.map(np.float64)
+alike = st.one_of(*(st.lists(o, min_size=1) for o in scalars))
 keys = st.text() | st.integers(-9, 9) | st.none() | st.tuples(st.integers(), st.text()) | st.binary()
 leaf = numbers | tensors | of_fastai | of_numpy | texts | alike | st.sets(st.integers() | st.text()) | st.frozensets(st.binary())
-values = st.recursive(leaf, lambda o: st.lists(o) | st.lists(o).map(tuple) | st.lists(o).map(L) | st.dictionaries(keys, o) | st.dictionaries(st.text(), o).map(ordered), max_leaves=8)
+def boxes(o): return st.lists(o) | st.lists(o).map(tuple) | st.lists(o).map(L) | st.dictionaries(keys, o) | st.dictionaries(st.text(), o).map(ordered)
+values = st.recursive(leaf, boxes, max_leaves=8)
 
 @given(values)
-def test_what_is_packed_comes_back_from_a_file(v):
-    assert same(through(v), v), v
+def test_what_is_packed_comes_back_from_a_file(v): assert same(through(v), v), v
 
 @pytest.mark.parametrize('of', [tensor, lambda o: torch.as_subclass(tensor(o), TensorCategory), lambda o: tensor(o).half(), float, np.float32])
 def test_a_hundred_thousand_scalars_take_less_than_a_second(of):

@@ -24,6 +24,7 @@ from contextlib import contextmanager,suppress
 from datetime import datetime
 from fcntl import flock,LOCK_EX,LOCK_NB
 from importlib.metadata import version
+from io import BytesIO
 from itertools import islice
 from pickle import UnpicklingError
 from uuid import uuid4
@@ -122,7 +123,9 @@ class States:
     def __init__(self,
         path, # Folder; made by the first `write`
         keep:int=2 # 1 or more
-    ): self.path,self.keep,self.torn = Path(path),max(keep, 1),{}
+    ):
+        self.path,self.keep,self.torn = Path(path),max(keep, 1),{}
+        torch.save(None, BytesIO()) # it imports modules, which a process that is forked meanwhile would wait for
 
     def _paths(self):
         "Return serial -> folder of each state, complete or not, from the newest on"

@@ -13,11 +13,18 @@ disk that is full, and any other error is raised in the main thread."""
 __all__ = ['Writer']
 
 # %% ../../nbs/55b_state.writer.ipynb #d74f37e7
-from threading import Thread
+import os,sys
+from contextlib import suppress
+from threading import Thread,get_native_id
 from warnings import warn
 from fastcore.all import *
 
 # %% ../../nbs/55b_state.writer.ipynb #e1efc9e0
+def _step_back():
+    "Give this thread what other threads leave of the processors"
+    with suppress(OSError):
+        if sys.platform=='linux': os.setpriority(os.PRIO_PROCESS, get_native_id(), 10)
+
 class Writer:
     "Run one function at a time in a thread beside the training"
     def __init__(self): self.thread,self.error,self.result,self.named = None,None,None,set()
@@ -26,6 +33,7 @@ class Writer:
     def busy(self)->bool: return self.thread is not None and self.thread.is_alive()
 
     def _run(self, f):
+        _step_back()
         try: self.result = f()
         except OSError as e: self._tell(e)
         except BaseException as e: self.error = e
