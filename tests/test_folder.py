@@ -128,10 +128,15 @@ def test_a_kill_at_any_line_leaves_a_complete_state(tmp_path):
         p.start()
         p.join()
         test_eq(p.exitcode, -signal.SIGKILL)
-        with told(0): s = States(tmp_path).newest()
-        assert s.about['batch'] in (last,last+1) and is_right(s), at
+        assert checked(tmp_path).about['batch'] in (last,last+1), at
     written(States(tmp_path), last+2)
     assert all(o[0]!='.' for o in names(tmp_path)) and len(names(tmp_path))<=4
+
+def checked(path):
+    "The newest state in `path`, after it has been checked that each that is there is complete and right"
+    states = States(path)
+    with told(0): assert all(is_right(states.find(lambda o: o['batch']==int(n.partition('batch')[2]))) for n in names(path) if n[0]!='.')
+    return states.newest()
 
 def keep_writing(path, ready):
     states,writer = States(path),Writer()
@@ -152,8 +157,7 @@ def test_a_kill_from_outside_while_a_thread_writes(tmp_path):
         time.sleep(random.uniform(0, .1)) # where in the write it is killed
         p.kill()
         p.join()
-        with told(0): s = States(tmp_path).newest()
-        assert s.about['batch']>=last and is_right(s)
+        assert checked(tmp_path).about['batch']>=last
 
 # Torn, foreign, malicious
 
@@ -164,6 +168,7 @@ def flip(file):
 
 harms = dict(truncated=(lambda d: os.truncate(d/'learner.pt', 100), 'learner.pt has 100 bytes'), flipped=(lambda d: flip(d/'learner.pt'), 'learner.pt was changed'),
     missing=(lambda d: (d/'rng.pt').unlink(), 'rng.pt: No such file'), empty_json=(lambda d: (d/'state.json').write_text(''), 'state.json is empty'),
+    edited_json=(lambda d: (d/'state.json').write_text((d/'state.json').read_text().replace('"batch": 2', '"batch": 5')), 'state.json was changed'),
     no_json=(lambda d: (d/'state.json').unlink(), 'state.json is missing'), flipped_json=(lambda d: flip(d/'state.json'), 'state.json'))
 
 @pytest.mark.parametrize('harm', harms)
