@@ -121,14 +121,15 @@ def write_next(path, kill_at=0, n=1000):
 
 def test_a_kill_at_any_line_leaves_a_complete_state(tmp_path):
     for i in range(4): written(States(tmp_path), i, pinned=i%3==0)
-    last,lines = 3,on_ranks(lambda _: write_next(tmp_path), n=1, join=False)[0]
-    for at in random.sample(range(lines), 20):
+    last,lines,ends = 3,on_ranks(lambda _: write_next(tmp_path), n=1, join=False)[0],[]
+    for at in random.sample(range(1, lines), 20):
         last = States(tmp_path).newest().about['batch']
         p = fork.Process(target=write_next, args=(tmp_path,at))
         p.start()
         p.join()
-        test_eq(p.exitcode, -signal.SIGKILL)
-        assert checked(tmp_path).about['batch'] in (last,last+1), at
+        ends.append(p.exitcode)
+        assert checked(tmp_path).about['batch'] in ([last+1] if p.exitcode==0 else [last,last+1]), at
+    assert {*ends}<={0,-signal.SIGKILL} and ends.count(0)<10, ends # a write that removes fewer states has fewer lines than the one that was counted
     written(States(tmp_path), last+2)
     assert all(o[0]!='.' for o in names(tmp_path)) and len(names(tmp_path))<=4
 
