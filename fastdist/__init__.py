@@ -51,11 +51,14 @@
 - `fastdist.observe.findings`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
+- `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
 - `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
 - `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
+- `fastdist.state.packing`: Nested values as what torch reads without pickle, many scalars as one tensor
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
+- `fastdist.state.writer`: A thread that writes beside the training, one thing at a time
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.train.agreement`: A callback that runs the Learner's events, so that all ranks do what one decides
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
