@@ -74,6 +74,7 @@ def _learner_options(self:Accelerator)->dict:
     check_options(**opts)
     return opts
 
+# %% ../nbs/92_accelerator.ipynb #f235db6b
 @patch
 def _in_group(self:Accelerator, opts):
     "Return `opts` without the handler that `setup_process` has made the group with"
@@ -191,6 +192,7 @@ def _in_place(self:Accelerator, instance, fun, args, kwargs, all_ranks):
         return self._shared(res, all_ranks)
     finally: mine and self.finalize()
 
+# %% ../nbs/92_accelerator.ipynb #064633ed
 @patch
 def _shared(self:Accelerator, res, all_ranks):
     "Return rank 0's `res`, or the list of all, on all ranks"

@@ -81,6 +81,7 @@ def _gist(msg):
     lines = lines[flush[-1]:] if flush and 'Traceback (most recent call last)' in msg else [lines[i] for i in flush]
     return ' '.join(' '.join(lines).split())
 
+# %% ../nbs/93_check.ipynb #856e5a64
 @patch
 def failure(self:Report,
     e:Exception # Raised on this rank
@@ -101,6 +102,7 @@ def _last_words(self:Report, e):
     with suppress(RuntimeError):
         if store: store.set('said', '1')
 
+# %% ../nbs/93_check.ipynb #50e30647
 @patch
 @contextmanager
 def explained(self:Report):
@@ -169,6 +171,7 @@ def check_job(
         learn = make(8, 24*w.size+5)
         with _in_job(rep, learn, timeout): return _all_checks(rep, learn, nprocs, make)
 
+# %% ../nbs/93_check.ipynb #23f4550e
 def _all_checks(rep, learn, nprocs, make):
     "Check the places of ranks, and the rest where these are good"
     places = gather_objs(place_of(rep.world))

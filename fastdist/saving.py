@@ -77,6 +77,7 @@ def _reads(f):
         with any_names(get_model(self.model)): return without_barrier(f, self, *map(_known_as, args), **{k:_known_as(v) for k,v in kwargs.items()})
     return _inner
 
+# %% ../nbs/91_saving.ipynb #e4d8fbfb
 def _barrier_outside_jobs():
     "Wait for all ranks, unless a job is open"
     if control_connection() is None: distrib_barrier()

@@ -1,5 +1,6 @@
 import os,pytest,sys
-from importlib import import_module
+from functools import cache
+from importlib import import_module,metadata
 from hypothesis import settings
 from procs import Warm
 from xdist.scheduler import LoadScopeScheduling
@@ -8,6 +9,8 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None) # or each new process compiles fastdist again
 sys.dont_write_bytecode = False
 for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks'): import_module(f'torch.{o}') # DDP imports them when it is made, for two seconds; forked ranks have them then
+metadata.entry_points = cache(metadata.entry_points) # or each rank's first process group searches all packages for a backend
+metadata.entry_points(group='torch.distributed.backends')
 
 settings.register_profile('same', max_examples=40, deadline=None, derandomize=True, database=None)
 settings.register_profile('search', settings.get_profile('same'), max_examples=5000, derandomize=False) # `pytest --hypothesis-profile search`
@@ -17,8 +20,8 @@ def pytest_configure(config):
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
 
 def pytest_collection_modifyitems(items):
-    "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout"
-    items[:] = [o for o in items if o.function.__module__==o.module.__name__]
+    "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout; slow tests come first, so that all workers end at the same time"
+    items[:] = sorted((o for o in items if o.function.__module__==o.module.__name__), key=lambda o: o.get_closest_marker('slow') is None)
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))

@@ -4,12 +4,12 @@ from collections import Counter
 from datetime import timedelta
 from unittest import mock
 from accelerate.utils import InitProcessGroupKwargs
-from torch.profiler import ProfilerActivity,profile
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
 from fastdist.comm.vote import VotingConnection
 from fastcore.test import test_eq,test_close,expect_fail
+from collectives import counting
 from learners import digits
 
 def fit(learn, epochs=1, cbs=None, **kw):
@@ -52,8 +52,8 @@ def test_a_callbacks_decision_is_everybodys_at_the_same_step(what, event):
 
 def collectives(rank, n, cb):
     learn = digits(n=n)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: fit(learn, cbs=cb())
-    return len(learn.recorder.losses),Counter(e.name for e in prof.events() if e.name.startswith('c10d::'))['c10d::allreduce_']
+    with counting() as ran: fit(learn, cbs=cb())
+    return len(learn.recorder.losses),ran['c10d::allreduce_']
 
 def per_step(cb):
     (a,x),(b,y) = [on_ranks(lambda rank: collectives(rank, n, cb), join=False)[0] for n in (160,320)]

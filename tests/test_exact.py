@@ -1,11 +1,11 @@
 "N ranks with batch size `bs` compute what one process computes with `N*bs`"
 import itertools,pytest
 from collections import Counter
-from torch.profiler import ProfilerActivity,profile
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
+from collectives import counting
 from learners import digits
 
 def learner(n, bs, opt, bn=False, cbs=None):
@@ -43,8 +43,8 @@ def test_the_law(size, opt, bn, clip):
 def counted(rank, epochs, n, bn):
     learn = digits(n=n, bs=4)
     if not bn: learn.model = nn.Linear(64,10)
-    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: learn.fit(epochs)
-    return len(learn.recorder.losses),Counter(e.name for e in prof.events() if e.name.startswith('c10d::'))
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), counting() as ran: learn.fit(epochs)
+    return len(learn.recorder.losses),ran
 
 def extra(*args):
     "Collectives of each kind, but for one all-reduce of the gradients in each step"

@@ -1,5 +1,6 @@
 "What a user sees when a rank fails, is killed, or Ctrl-C is pressed, under real launchers"
 import os,re,signal,subprocess,sys,time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 import pytest
 from procs import *
@@ -59,12 +60,13 @@ def test_torchrun_names_who_was_killed(start, tmp_path):
     assert not processes(tmp_path)
 
 @pytest.mark.parametrize('who', [0,1])
-def test_ranks_that_nobody_looks_after(start, tmp_path, who):
+def test_ranks_that_nobody_looks_after(warm, tmp_path, who):
     "As `srun` starts them; rank 0 serves the store"
     job = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
-    ranks = [start(sys.executable, script, tmp_path, env=env|job|dict(RANK=str(i), LOCAL_RANK=str(i))) for i in range(2)]
-    os.kill(trains(tmp_path, *ranks)[who], signal.SIGKILL)
-    err = ended(ranks[1-who], 5)
+    start = lambda i: warm(sys.executable, script, tmp_path, rc=-signal.SIGKILL if i==who else 1, RANK=str(i), LOCAL_RANK=str(i), **job)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(start, i) for i in range(2)]
+        os.kill(trains(tmp_path)[who], signal.SIGKILL)
+        err = ranks[1-who].result(timeout=5)[1]
+        ranks[who].result(timeout=5)
     assert f'RankError: rank {who} failed:' in err and 'it ended without a word' in err
-    ranks[who].communicate(timeout=5)
-    assert not processes(tmp_path)

@@ -1,12 +1,12 @@
 "Whatever makes gradients, and whoever takes the step, ranks compute what one process computes"
 import pytest
 from contextlib import nullcontext
-from torch.profiler import ProfilerActivity,profile
 from fastcore.test import test_close,test_eq
 from fastai.vision.all import *
 from fastai.vision.gan import *
 from accelerate.utils import DDPCommunicationHookType,DistributedDataParallelKwargs
 from fastdist import *
+from collectives import counting
 
 class Data:
     "`n` samples that are the same in each process"
@@ -433,8 +433,8 @@ def test_a_gradient_of_a_gradient_past_batch_norm():
 
 def counted(rank, n, cls=Learner, **kw):
     learn = learner(4, cls, partial(Data, n))
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: fitted(learn, epochs=1, **kw)
-    return sum(e.name=='c10d::allreduce_' for e in prof.events())
+    with counting() as ran: fitted(learn, epochs=1, **kw)
+    return ran['c10d::allreduce_']
 
 def per_step(**kw):
     a,b = [on_ranks(lambda rank: counted(rank, n, **kw), join=False)[0] for n in (64,128)]

@@ -1,15 +1,14 @@
 "Accumulation, precision and randomness on N ranks, and what they cost"
 import random,pytest
-from collections import Counter
 from contextlib import nullcontext
 from torch.amp import GradScaler
-from torch.profiler import ProfilerActivity,profile
 from torch.utils.data import DataLoader as TorchLoader
 from accelerate.utils import AutocastKwargs,GradientAccumulationPlugin,GradScalerKwargs
 from fastcore.test import test_close,test_eq,test_ne
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
+from collectives import counting
 
 def learner(bs, n=101, bn=False, opt=SGD, **kw):
     set_seed(3)
@@ -66,8 +65,8 @@ class Steps(Callback):
 
 def counted(rank, n, cbs=(), **kw):
     learn = learner(4, n)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: fitted(learn, epochs=1, cbs=[Steps(),*cbs], **kw)
-    return learn.n_steps,Counter(e.name for e in prof.events() if e.name.startswith('c10d::'))['c10d::allreduce_']
+    with counting() as ran: fitted(learn, epochs=1, cbs=[Steps(),*cbs], **kw)
+    return learn.n_steps,ran['c10d::allreduce_']
 
 def per_step(**kw):
     "All-reduces for each step of the optimizer, by the difference of two fits"
@@ -82,8 +81,8 @@ def exchanged(rank, mets):
     fitted(learn, epochs=1)
     with learn.distrib_ctx(), learn.no_bar():
         learn.validate()
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof: learn.validate()
-    return sum(e.name.startswith('c10d::') for e in prof.events())
+        with counting() as ran: learn.validate()
+    return sum(ran.values())
 
 def test_metrics_cost_no_exchange():
     few,many = [on_ranks(lambda rank: exchanged(rank, m), join=False)[0] for m in ([], [accuracy,F1Score(average='macro'),Perplexity(),RocAuc()])]

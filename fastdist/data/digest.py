@@ -90,6 +90,7 @@ def dataset_digest(
     found = [f'{k}={d}' for k,o in sorted(getattr(ds, '__dict__', {}).items()) if _tells(o, ds) and (d:=items_digest(o)) is not None]
     return _digest(found) if found else None
 
+# %% ../../nbs/32_data.digest.ipynb #721f9e17
 def _tells(o, ds):
     "Return whether `o` is as long as `ds`, and has plain values only"
     try: return len(o)==len(ds) and (not isinstance(o, (list,tuple)) or all(map(_plain, (o[i] for i in _at(len(o))))))
@@ -103,6 +104,7 @@ def _quiet(f, o):
     try: return f(o)
     except Exception: return None
 
+# %% ../../nbs/32_data.digest.ipynb #2e759d69
 def data_digest(
     dl, # fastai or torch `DataLoader`
     name:str='training' # Use of the loader; part of the names

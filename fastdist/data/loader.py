@@ -77,6 +77,7 @@ def create_batches(self:DistributedDL,
     if o.dataset is not None: o.it = iter(o.dataset)
     return map(o.do_batch, self._chunks(samps))
 
+# %% ../../nbs/36_data.loader.ipynb #09054014
 @patch
 def _chunks(self:DistributedDL, samps):
     for idxs in chunked(samps, self.bs, self.drop_last and not self.slicing):
@@ -166,6 +167,7 @@ def _iter_own(self:DistributedDL):
     self.after_iter()
     vars(self.source).pop('it', None)
 
+# %% ../../nbs/36_data.loader.ipynb #1926e14f
 @patch
 def __iter__(self:DistributedDL):
     self.follow()
@@ -198,6 +200,7 @@ def _of_all(x):
     if not isinstance(x, torch.Tensor): return x
     return torch.cat(gather_rows(x)) if x.ndim else torch.cat(gather_rows(x[None])).mean()
 
+# %% ../../nbs/36_data.loader.ipynb #e9a24f56
 @patch
 def to_detach(self:DistributedDL,
     b, # Last batch, or outputs for it: nested tensors

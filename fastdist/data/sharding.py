@@ -128,6 +128,7 @@ def global_order(
     if is_own(dl, 'shuffle_fn', DataLoader) and type(dl.rng) is random.Random: return shuffle(dl.n, dl.rng)
     return as_order(dl.shuffle_fn(list(range(dl.n))))
 
+# %% ../../nbs/31_data.sharding.ipynb #65bffb68
 def as_order(
     idxs # Samples in their order: a torch sampler, or anything that can be iterated over
 ): # A range for a range or a `SequentialSampler`, an array for whole numbers, else a list
@@ -149,6 +150,7 @@ def sampler(
     "Return the sampler that `dl` uses"
     return ifnone(_batch_sampler(dl), dl).sampler
 
+# %% ../../nbs/31_data.sharding.ipynb #8d2d8231
 def batching(
     dl # fastai or torch `DataLoader`
 )->tuple: # Samples in a batch, `None` if a batch sampler of the user or nothing makes batches; whether a ragged batch is left out

@@ -112,6 +112,7 @@ def prepare(self:ProcessAccelerator,
     vars(shared).pop('_is_accelerate_prepared', None)
     return _ignoring(res, own)
 
+# %% ../../nbs/07_job.accelerate.ipynb #85a0f5cc
 @patch
 def _buffers_each_step(self:ProcessAccelerator, model, own):
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]

@@ -61,6 +61,7 @@ def _be_rank(rank, fn, n, port, path, join, start):
     if join: teardown_distrib()
     torch.save(res, path/str(rank))
 
+# %% ../../nbs/05_job.fork.ipynb #7a555f34
 def _wait(ctx, timeout):
     "Wait until all ranks of `ctx` have ended; end the rest after `timeout` seconds or an error"
     end = time.monotonic()+timeout

@@ -64,6 +64,7 @@ def sockets()->dict: # File descriptor -> inode
             if stat.S_ISSOCK(st.st_mode): res[fd] = st.st_ino
     return res
 
+# %% ../../nbs/04_job.group.ipynb #52587224
 def _break(fd, inode):
     "Shut the TCP connection `fd` down, if it still is the socket `inode`"
     with suppress(OSError), closing(socket.socket(fileno=os.dup(fd))) as s:

@@ -163,6 +163,7 @@ def handler_of(
     "Return the first of `handlers` that is a `cls`"
     return first(h for h in handlers or [] if isinstance(h, cls))
 
+# %% ../../nbs/06_job.options.ipynb #356c69a5
 def group_options(
     w:World, # This process's world
     kwargs_handlers:list=None # May hold an `InitProcessGroupKwargs`

@@ -91,6 +91,7 @@ def rank_env(
     lo = 'lo0' if sys.platform=='darwin' else 'lo'
     return world_vars(w) | dict(FASTDIST_STORE=str(d/'store'), GLOO_SOCKET_IFNAME=lo, NCCL_SOCKET_IFNAME=lo, PYTHONUNBUFFERED='1')
 
+# %% ../../nbs/10_job.spawn.ipynb #57ad2d78
 @contextmanager
 def _no_script():
     "Prevent a new Python that is started inside the context from running this script"
@@ -203,6 +204,7 @@ def failure(self:Ranks)->BaseException:
     if gone: return self._gone(self.procs.index(gone[0]), gone[0].exitcode)
     return RankError(*(said[0].of or (said[0].rank, said[0].text)), shown=False)
 
+# %% ../../nbs/10_job.spawn.ipynb #8db82972
 @patch
 def _gone(self:Ranks, rank, code):
     err = self.outputs[2*rank+1]

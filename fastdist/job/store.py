@@ -51,6 +51,7 @@ def _rendezvous(pid, rank, size, addr, port):
     if rank: _until_open(addr, port, rank)
     return dist.TCPStore(addr, port, size, rank==0, wait_for_workers=False, multi_tenant=True) # torch's wait on rank 0 would not say for whom
 
+# %% ../../nbs/03_job.store.ipynb #bc676081
 def _until_open(addr, port, rank, timeout=600., notice=30.):
     "Wait until rank 0 serves the store; torch's own wait is silent and does not hear Ctrl-C"
     start = time.monotonic()

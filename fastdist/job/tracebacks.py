@@ -43,6 +43,7 @@ def _places(frames):
     s = ' '.join(f'{k}:{",".join(lines)}' for k,lines in runs)
     return s if len(s)<800 else f'{s[:400]} ... {s[-400:]}'
 
+# %% ../../nbs/01_job.tracebacks.ipynb #fc1613ee
 class ShortStack(StackSummary):
     "Frames of a traceback; those of libraries, except the last two, are shown as places"
     def format(self, **kw):

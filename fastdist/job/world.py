@@ -46,6 +46,7 @@ class World:
         if self.local_size>self.size: raise WorldError(f'You set LOCAL_WORLD_SIZE={self.local_size}, but WORLD_SIZE={self.size}. HINT: '
             'WORLD_SIZE counts the processes of all nodes, so it is at least LOCAL_WORLD_SIZE')
 
+# %% ../../nbs/02_job.world.ipynb #3d6dfd54
 def _check_below(a, x, b, y):
     if y<1: raise WorldError(f'You set {b}={y}, but a job has at least one process. HINT: unset {b}, or set it to the number of processes')
     if not 0<=x<y: raise WorldError(f'You set {a}={x}, but {b}={y}. HINT: {a} counts from 0 to {b}-1; see that each process gets its own')
@@ -101,6 +102,7 @@ def _tasks_on(tasks, node):
     counts = [int(n) for n,k in re.findall(r'(\d+)(?:\(x(\d+)\))?', tasks) for _ in range(int(k or 1))]
     return counts[node] if node<len(counts) else None
 
+# %% ../../nbs/02_job.world.ipynb #6f56ac72
 def from_slurm(
     env:dict # Environment variables
 )->World: # `None` outside a step that `srun` started
@@ -140,6 +142,7 @@ def device(self:World)->torch.device:
     if self.size==1 and self.gpu is None: return default_device()
     return self._cuda(n)
 
+# %% ../../nbs/02_job.world.ipynb #02899f56
 @patch
 def _cuda(self:World, n):
     i = ifnone(self.gpu, self.local_rank)

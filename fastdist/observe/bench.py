@@ -66,6 +66,7 @@ def slowest(
     "Return the largest of each of `secs` over all ranks"
     return all_reduce(secs.double(), 'max')
 
+# %% ../../nbs/81_observe.bench.ipynb #85edf15e
 def all_reduce_time(
     nbytes:int, # Size of the tensor
     device:torch.device, # Where it lies

@@ -93,6 +93,7 @@ def _world_faults(places, wish):
         yield f'some ranks are on {" and others on ".join(sorted(kinds))}','see that all nodes show their GPUs, or set ACCELERATE_USE_CPU=true on all'
     if wish: yield f'{len(places)} where {wish[0]} asked for another number',wish[1]
 
+# %% ../../nbs/82_observe.findings.ipynb #605f4923
 def check_world(
     places:list, # What `place_of` returned on each rank
     wish:tuple=None # What `missing_ranks` returned
@@ -115,6 +116,7 @@ def try_collectives(
     rows = [len(o) for o in gather_rows(torch.zeros(w.rank, 2))]
     return res | dict(broadcast=(broadcast_obj(w.rank, n-1),n-1), gather=(gather_objs(w.rank),list(range(n))), rows=(rows,list(range(n))))
 
+# %% ../../nbs/82_observe.findings.ipynb #52858da8
 def check_collectives(
     results:list # What `try_collectives` returned on each rank
 )->Finding:
@@ -144,6 +146,7 @@ def _outcome(learn):
 
 def _off(a, b): return ((a-b).abs()/(1+b.abs())).max().item()
 
+# %% ../../nbs/82_observe.findings.ipynb #d84716d0
 def check_exactness(
     learn:Learner, # Fitted on all ranks with batch size `bs`, inside its context
     alone:Learner # Fitted outside of a context with `N*bs`, otherwise the same

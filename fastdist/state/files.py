@@ -65,6 +65,7 @@ def _unwrap_names(model, state, *_):
         d.clear()
         d.update(bare)
 
+# %% ../../nbs/54_state.files.ipynb #981a28e1
 @contextmanager
 def any_names(
     model:nn.Module # Not wrapped

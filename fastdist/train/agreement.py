@@ -96,6 +96,7 @@ def _to_the_end(self:AgreeingCallback, all_batches):
     ph = self.phases.current
     for _ in range(ph.dl.n_steps()-len(ph.sizes) if ph and ph.dl is not None else 0): self._without_batch()
 
+# %% ../../nbs/78_train.agreement.ipynb #46590a3c
 @patch
 def _without_batch(self:AgreeingCallback):
     "Take part in a batch of the others"

@@ -44,6 +44,7 @@ def group_stats(
     dist.all_gather(all_, mine)
     return combine(torch.stack(all_))
 
+# %% ../../nbs/60_train.batchnorm.ipynb #d45cda70
 def combine(
     stats:torch.Tensor # For each rank a row of means, sums of squared deviations and the count
 )->tuple: # As from `group_stats`

@@ -41,6 +41,7 @@ def set_precision(
     if type(scaler) is GradScaler and (scaler._device!=device.type or scaler_options):
         mp.learn.scaler = GradScaler(device.type, **(mp.kwargs | opts(scaler_options)))
 
+# %% ../../nbs/64_train.context.ipynb #fbc46673
 class LaunchPrecision(MixedPrecision):
     "Mixed precision that the launcher asks for, unless the Learner has a `MixedPrecision` of its own"
     def __init__(self,

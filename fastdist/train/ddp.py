@@ -73,6 +73,7 @@ def wrap(self:Replicated, learn):
     if other: self._sync_norms(learn.model)
     return other
 
+# %% ../../nbs/71_train.ddp.ipynb #ad3ea34c
 @patch
 def _sync_norms(self:Replicated, model):
     unsync_bn(self.swaps)
@@ -113,6 +114,7 @@ def step(self:Replicated, exchanges:bool):
     if not self.trained.learns: return nullcontext()
     return self.exchanges.of('the training step', 'step') if exchanges else self.through.no_sync()
 
+# %% ../../nbs/71_train.ddp.ipynb #661c1379
 @patch
 def forward(self:Replicated, *args, **kwargs):
     "Call the wrapper, and note whether DDP waits for a backward pass then"

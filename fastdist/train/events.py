@@ -217,6 +217,7 @@ def step_aside(self:Events):
     for m in mets: vars(m).pop('accumulate', None)
     for m in learn.model.modules(): self.aside.callback(setattr, m, 'training', m.training)
 
+# %% ../../nbs/66_train.events.ipynb #8d5e5343
 @patch
 def call_aside(self:Events,
     event_name:str # Event of an evaluation of rank 0 alone

@@ -92,6 +92,7 @@ def forward(self:Layout,
     "Return what the wrapper returns"
     return self.through(*args, **kwargs)
 
+# %% ../../nbs/70_train.layout.ipynb #48fa844f
 @patch
 def backward(self:Layout,
     run:callable, # The backward pass, called as `run(t, g)`

@@ -116,6 +116,7 @@ def room(self:Phases):
     try: yield
     finally: del self.open[depth:]
 
+# %% ../../nbs/69_train.phase.ipynb #725f01b1
 @patch
 def start(self:Phases,
     cls:type # As for `share`

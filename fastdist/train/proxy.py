@@ -76,6 +76,7 @@ def be_alone(self:WrapperCallback,
     if isinstance(other, WrapperCallback) and other is not self and max(size, other.size)>1: raise RuntimeError(f'You add {type(self).__name__} to a Learner that trains through {type(other).__name__}. '
         'HINT: use distrib_ctx, for ranks, or parallel_ctx, for the GPUs of one process, and not both')
 
+# %% ../../nbs/62_train.proxy.ipynb #16685e5d
 @patch
 def _lend(self:WrapperCallback):
     self.be_alone()

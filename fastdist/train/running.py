@@ -40,6 +40,7 @@ def _weighed(m, part):
         for b,o in zip((m.running_mean,m.running_var), old): b.copy_(torch.lerp(o*(1-mom), b, part))
     return m.register_forward_pre_hook(before),m.register_forward_hook(after)
 
+# %% ../../nbs/61_train.running.ipynb #f674327e
 class RunningMeans:
     "Running statistics of `mods`, whose mean over ranks is what one process has"
     def __init__(self,

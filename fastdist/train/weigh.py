@@ -114,6 +114,7 @@ def batch_pass(self:Weigh, run, t, g):
         self._exchange()
     self.passes,self.added = self.passes+1,False
 
+# %% ../../nbs/75_train.weigh.ipynb #d0a0f1d9
 @patch
 def _exchange(self:Weigh):
     "Exchange what did not travel with the pass, and read what all ranks sent"
