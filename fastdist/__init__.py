@@ -62,6 +62,7 @@
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.train.agreement`: A callback that runs the Learner's events, so that all ranks do what one decides
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
+- `fastdist.train.buckets`: Buckets in which DDP exchanges gradients, laid as they were before a run was interrupted
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
 - `fastdist.train.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
 - `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints

@@ -21,6 +21,7 @@ from ..job.accelerate import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..state.replicas import *
+from .buckets import *
 from .batchnorm import *
 from .running import *
 from .gradients import *
@@ -56,7 +57,7 @@ class Replicated(Layout):
         unsync_bn(self.swaps)
         if 'means' in vars(self): self.means.weigh(1.)
         super().forget()
-        self.swaps,self.means,self.part,self.carry,self.waits,self.bare,self.shared = [],RunningMeans([]),1.,None,False,False,[]
+        self.swaps,self.means,self.part,self.carry,self.waits,self.bare,self.shared,self.known = [],RunningMeans([]),1.,None,False,False,[],[]
         self.live.forget()
 
 # %% ../../nbs/71_train.ddp.ipynb #7dd7464f
@@ -64,7 +65,8 @@ class Replicated(Layout):
 def _make(self:Replicated, trained):
     unsync_bn(self.swaps)
     with exchange('DistributedDataParallel, which is set up for the model'):
-        return self.live.prepare(trained.model, Carrier, running_norms(trained.model).values()),self.live.carry
+        through = self.live.prepare(trained.model, Carrier, running_norms(trained.model).values())
+        return through,self.live.carry,self._laid(Buckets(through))
 
 @patch
 def wrap(self:Replicated, learn):
@@ -81,9 +83,31 @@ def _sync_norms(self:Replicated, model):
     self.swaps,self.part = sync_bn(model) if self.sync_bn else [],1.
     self.means = RunningMeans([m for o in self.models for m in running_norms(o).values()])
 
+# %% ../../nbs/71_train.ddp.ipynb #6c6ef4b4
+@patch
+def orders(self:Replicated):
+    "Return the orders of gradients in DDP's buckets, also those that wait for their wrapper"
+    if self.size<3: return []
+    with exchange('DistributedDataParallel, which lays its buckets'): mine = [b.order() for *_,b in self.made.values()]
+    return [o for o in mine if o]+self.known
+
+@patch
+def settle(self:Replicated, orders):
+    "Make DDP lay its buckets in `orders`; one exchange for each wrapper, none on two ranks"
+    self.known = list(orders) if self.size>2 else []
+    for *_,b in self.made.values(): self._laid(b)
+
+@patch
+def _laid(self:Replicated, buckets):
+    order = first(o for o in self.known if set(o)==set(buckets.params))
+    if not order: return buckets
+    self.known.remove(order)
+    with exchange('DistributedDataParallel, which lays its buckets'): buckets.lay(order)
+    return buckets
+
 # %% ../../nbs/71_train.ddp.ipynb #6550cb68
 @patch
-def _use(self:Replicated, learn, through, carry):
+def _use(self:Replicated, learn, through, carry, buckets):
     self.through,self.carry = through,carry
     new = [p for p in (*self.trained.others,*loss_module(learn.loss_func).buffers()) if not any(p is o for o in self.shared)]
     self.shared += new

@@ -13,6 +13,7 @@ Here one object, a `Layout`, does all of it. The trainer and the callbacks aroun
 | `step`, `forward`, `backward`, `reduce` | called in each batch, in this order: gradients and a few numbers become those of all ranks |
 | `drop` | DDP forgets a forward pass after which it waits |
 | `weigh` | norms count the next batch by its part of the global batch |
+| `orders`, `settle` | ranks add gradients in the order in which they did before the run was interrupted |
 | `share_tracked` | statistics that a forward pass tracks become those of all ranks |
 | `idle` | this rank takes part in a batch that another rank evaluates |
 | `whole` | rank 0 can read the whole model and the optimizer's whole state |
@@ -122,6 +123,18 @@ def weigh(self:Layout,
     part:float # Samples of this rank in the next batch, over the mean of all ranks; 0 where they only make the step
 ):
     "Make norms count the next batch by `part`"
+
+# %% ../../nbs/70_train.layout.ipynb #8e1bb057
+@patch
+def orders(self:Layout)->list: # For each wrapper that has exchanged gradients its parameters' names; to be saved
+    "Return the orders in which gradients are exchanged; all ranks call it, after a step of the optimizer"
+    return []
+
+@patch
+def settle(self:Layout,
+    orders:list # From `orders`, the same on all ranks
+):
+    "Make the next step exchange gradients in the order in `orders`, those of wrappers to be made later too; all ranks call it in the fit that goes on, before its first step"
 
 # %% ../../nbs/70_train.layout.ipynb #606dc7e7
 @patch
