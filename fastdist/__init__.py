@@ -11,6 +11,7 @@
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
+- `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step
 - `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
 - `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
