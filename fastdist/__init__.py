@@ -51,6 +51,7 @@
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
 - `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
+- `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
