@@ -15,11 +15,10 @@ __all__ = ['StopSignals', 'is_users']
 
 # %% ../../nbs/57_state.preempt.ipynb #cf7683b2
 import os,signal,sys,threading,time
-from contextlib import suppress
 from weakref import WeakSet
 from fastcore.all import *
 from ..job.errors import *
-from ..job.world import *
+from ..job.group import *
 from ..job.spawn import *
 
 # %% ../../nbs/57_state.preempt.ipynb #2904fea4
@@ -30,7 +29,7 @@ class StopSignals:
     same = 3. # seconds in which a signal is not a second one: launchers pass on what the process has got already
     def __init__(self):
         self.asked,self.at,self.heard = None,0.,False # number of the first signal; when it came; whether the training has taken note of it
-        self.old,self.pid = {},os.getpid() # handlers that stood there; process of the handler
+        self.old = {} # handlers that stood there
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread(): self._install()
@@ -64,7 +63,7 @@ def _restore(self:StopSignals):
 # %% ../../nbs/57_state.preempt.ipynb #145fc765
 @patch
 def _called(self:StopSignals, signum, frame):
-    if os.getpid()!=self.pid or self.asked and time.monotonic()-self.at>self.same: return self._end(signum, frame)
+    if self.asked and time.monotonic()-self.at>self.same: return self._end(signum, frame)
     if self.asked: return
     self.asked,self.at = signum,time.monotonic()
     self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; a second one after {self.same:.0f} s stops at once')
@@ -95,9 +94,15 @@ def agree(self:StopSignals,
     return line.agree(mine, 'the signal to stop') if line else mine
 
 # %% ../../nbs/57_state.preempt.ipynb #b5ea0a1a
+_mask = threading.local() # of the thread that forks
+
+def _block(): _mask.old = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,signal.SIGUSR1) if _live else ())
+def _unblock(): signal.pthread_sigmask(signal.SIG_SETMASK, _mask.old)
+
 def _in_child():
     for o in list(_live):
-        with suppress(ValueError): o._restore()
+        o._restore()
         if o.old.get(signal.SIGUSR1)==signal.SIG_DFL: signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _unblock()
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_in_child)
