@@ -1308,6 +1308,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastdist/state/preempt.py'),
                                         'fastdist.state.preempt.StopSignals.agree': ( 'state.preempt.html#stopsignals.agree',
                                                                                       'fastdist/state/preempt.py'),
+                                        'fastdist.state.preempt._await_end': ('state.preempt.html#_await_end', 'fastdist/state/preempt.py'),
+                                        'fastdist.state.preempt._be_worker': ('state.preempt.html#_be_worker', 'fastdist/state/preempt.py'),
                                         'fastdist.state.preempt._block': ('state.preempt.html#_block', 'fastdist/state/preempt.py'),
                                         'fastdist.state.preempt._in_child': ('state.preempt.html#_in_child', 'fastdist/state/preempt.py'),
                                         'fastdist.state.preempt._unblock': ('state.preempt.html#_unblock', 'fastdist/state/preempt.py'),

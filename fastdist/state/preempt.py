@@ -16,6 +16,7 @@ __all__ = ['StopSignals', 'is_users']
 # %% ../../nbs/57_state.preempt.ipynb #cf7683b2
 import os,signal,sys,threading,time
 from weakref import WeakSet
+from torch.utils.data._utils import signal_handling
 from fastcore.all import *
 from ..job.errors import *
 from ..job.group import *
@@ -33,9 +34,11 @@ class StopSignals:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread(): self._install()
+        signal_handling._set_worker_signal_handlers = _be_worker
         return self
 
     def __exit__(self, kind, e, tb):
+        signal_handling._set_worker_signal_handlers = _set_handlers
         self._restore()
         unheard = kind is None and not self.heard and not is_users(self.old.get(self.asked))
         if self.asked and (unheard or self.asked==signal.SIGTERM and in_shell()): os.kill(os.getpid(), self.asked)
@@ -54,9 +57,11 @@ def _install(self:StopSignals):
     for s in self.old: signal.signal(s, self._called)
     _live.add(self)
 
+
 @patch
 def _restore(self:StopSignals):
     _live.discard(self)
+
     for s,h in self.old.items():
         if signal.getsignal(s)==self._called: signal.signal(s, h)
 
@@ -92,6 +97,20 @@ def agree(self:StopSignals,
     mine = int(self.asked or 0)
     self.heard = bool(mine)
     return line.agree(mine, 'the signal to stop') if line else mine
+
+# %% ../../nbs/57_state.preempt.ipynb #449e28d4
+_set_handlers = signal_handling._set_worker_signal_handlers
+
+def _be_worker():
+    "Set torch's handlers in this data worker, but take `SIGTERM` from its parent alone"
+    _set_handlers()
+    if not hasattr(signal, 'sigwaitinfo'): return
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=_await_end, daemon=True).start()
+
+def _await_end():
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid!=os.getppid(): pass
+    os._exit(0)
 
 # %% ../../nbs/57_state.preempt.ipynb #b5ea0a1a
 _mask = threading.local() # of the thread that forks
