@@ -12,6 +12,7 @@
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
+- `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step
 - `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
 - `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
@@ -55,6 +56,7 @@
 - `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
 - `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
 - `fastdist.state.packing`: Nested values as what torch reads without pickle, many scalars as one tensor
+- `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something

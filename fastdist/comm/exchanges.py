@@ -20,16 +20,18 @@ import sys,sysconfig,time
 from fastcore.all import *
 
 # %% ../../nbs/17_comm.exchanges.ipynb #de456348
+_uncounted = {'note','round'} # some ranks wait in them, and others never come there
+
 class Exchanges:
     "Number of exchanges that this process's main thread has begun, and the stack of open ones"
     def __init__(self): self.n,self.open = 0,[]
 
     def begin(self,
         name:str, # The same on all ranks
-        kind:str='exchange' # 'step' for one that also computes, 'cancel' for an agreement on an exception, 'note' for one that is not counted
+        kind:str='exchange' # 'step' for one that also computes, 'cancel' for an agreement on an exception, 'note' and 'round' for what is not counted
     ):
         "Record the beginning of an exchange"
-        if kind!='note': self.n += 1
+        if kind not in _uncounted: self.n += 1
         self.open.append((self.n, name, kind, time.monotonic()))
 
     def end(self):
@@ -168,7 +170,7 @@ def are_apart(
     all_wait:bool=True # Whether every rank waits, so that no third rank can end the wait of one of these two
 )->bool:
     "Return whether two ranks wait for each other in different exchanges"
-    if 'note' in (a['kind'],b['kind']): return False
+    if _uncounted & {a['kind'],b['kind']}: return False
     if a['kind'] and b['kind'] and a['n']==b['n']: return None not in (a['name'],b['name']) and a['name']!=b['name']
     if any(_is_past(*o) for o in ((a,b), (b,a))): return True
     cancel = 'cancel' in (a['kind'],b['kind'])

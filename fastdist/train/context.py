@@ -157,7 +157,8 @@ def blame(self:Job,
     "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
     cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.line is None else self.line.cause(e)
     if cause: raise cause from None
-    if self.line and not (isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)): self.line.failed_here(e)
+    planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
+    if self.line and not planned: self.line.failed_here(e)
     if self.line and isinstance(e, Exception) and self.line.as_rank0(): everywhere(e)
     raise e
 

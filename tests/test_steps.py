@@ -1,0 +1,195 @@
+"All ranks save or stop at one step: asked for by any rank at any moment, by several at once, at any speed, with nothing exchanged in a quiet step"
+import io,os,pytest,random,signal,threading,time
+from collections import Counter
+from contextlib import contextmanager,redirect_stderr
+from unittest import mock
+from fastcore.test import test_eq
+from fastai.basics import *
+from torch import distributed as dist
+from fastdist import *
+from fastdist.comm.messages import Line
+from fastdist.comm.steps import SteppingConnection
+from fastdist.comm.watchdog import WatchedConnection
+
+ours = {'wish','fence','fenced','decided','reached'}
+
+@contextmanager
+def counted():
+    "Count the messages that this rank sends, by kind"
+    n,send = Counter(),Line.send
+    with mock.patch.object(Line, 'send', lambda self, **msg: n.update([msg['kind']]) or send(self, **msg)): yield n
+
+def gradients(): dist.all_reduce(torch.ones(100))
+
+def steps(line, rank, n, chance, rng):
+    "Train for `n` steps of random length, and ask now and then; return what was agreed on and what this rank asked for"
+    res,asked = {},Counter()
+    for _ in range(n):
+        gradients()
+        if rng.random()<.02: time.sleep(rng.random()*.003)
+        if rng.random()<chance:
+            asked[what := rng.choice(line.wishes)] += 1
+            line.request(what)
+        what = line.boundary()
+        if what: res[line.step] = what
+    return res,asked
+
+def many(rank, n=800):
+    rng = random.Random(rank)
+    with WatchedConnection(this_world()).open() as line, counted() as sent:
+        line.begin_steps(0)
+        res,asked = steps(line, rank, n, .005, rng)
+        line.meet()
+        return res,asked,sent
+
+@pytest.mark.parametrize('size', (2,3,4))
+def test_many_rounds_at_random_speeds(size):
+    out = on_ranks(many, size)
+    test_eq([o for o,_,_ in out], [out[0][0]]*size)
+    found,n = Counter(out[0][0].values()),len(out[0][0])
+    assert found['save']>2 and found['stop']>2
+    for _,asked,sent in out[1:]:
+        test_eq(sent['wish'], asked.total())
+        assert sent['reached']==n<=sent['fenced']<=n+1
+
+def quiet(rank):
+    with WatchedConnection(this_world()).open() as line, counted() as sent:
+        line.begin_steps(0)
+        begun = line.exchanges.n
+        for _ in range(300):
+            gradients()
+            assert line.boundary() is None
+        return sum(sent[o] for o in ours),line.exchanges.n-begun
+
+def test_a_quiet_step_exchanges_nothing(): test_eq(on_ranks(quiet, 3), [(0,0)]*3)
+
+def free_running(rank, n=200_000):
+    "Steps that wait for nothing: the thread sets its fence while the main thread runs past"
+    with SteppingConnection(this_world()).open() as line:
+        line.begin_steps(0)
+        line.meet()
+        res = []
+        for i in range(n):
+            if i%20_000==rank: line.request('save')
+            if line.boundary(): res.append(line.step)
+        line.meet()
+        return res
+
+def test_no_rank_runs_past_a_fence():
+    "A fence that was set too late would make its rank return a step that is too large, or nothing; the last may not come"
+    res = on_ranks(free_running, 3, join=False)
+    short = min(map(len, res))
+    assert short and max(map(len, res))-short<=1
+    test_eq([o[:short] for o in res], [res[0][:short]]*3)
+
+def asks(rank, who, what):
+    with SteppingConnection(this_world()).open() as line:
+        line.begin_steps(0)
+        res = []
+        while not res:
+            gradients()
+            if line.step==3 and rank in who: line.request(what)
+            res = [o for o in [line.boundary()] if o]
+        later = [line.boundary() for _ in range(20)]
+        line.meet()
+        return line.step,res,set(later)
+
+@pytest.mark.parametrize('who', ([0],[1],[2],[0,1,2]), ids=str)
+def test_one_stop_whoever_asks(who):
+    res = on_ranks(partial(asks, who=who, what='stop'), 3)
+    test_eq(res, [(res[0][0],['stop'],{None})]*3)
+
+def later(rank):
+    "A stop that is asked for between the decision to save and the save"
+    with SteppingConnection(this_world()).open() as line:
+        line.begin_steps(0)
+        if rank==1: line.request('save')
+        with line.news: line.news.wait_for(lambda: line.verdict)
+        if rank==1: line.request('stop')
+        line.meet()
+        res = []
+        while 'stop' not in res:
+            gradients()
+            res += [o for o in [line.boundary()] if o]
+        return res
+
+def test_what_is_asked_for_in_a_round_comes_after_it(): test_eq(on_ranks(later), [['save','stop']]*2)
+
+def ends(rank):
+    "Three fits; in the last steps of each all ask, and none of them may wait or take what was meant for another fit"
+    res,rng = [],random.Random(rank)
+    with SteppingConnection(this_world()).open() as line:
+        for fit in range(30):
+            line.begin_steps(fit<<32)
+            for i in range(5):
+                gradients()
+                if i>=3 and rng.random()<.7: line.request('save')
+                res.append((fit,i,line.boundary()))
+        line.meet()
+    return res
+
+@pytest.mark.parametrize('size', (2,3))
+def test_the_last_steps_of_a_fit(size):
+    res = on_ranks(ends, size)
+    test_eq(res, [res[0]]*size)
+
+def early(rank):
+    "Rank 1 begins the next fit, and asks, while the others are still between the two"
+    with SteppingConnection(this_world()).open() as line:
+        line.begin_steps(0)
+        line.meet()
+        if rank==1:
+            line.begin_steps(100)
+            line.request('save')
+        line.meet()
+        if rank!=1: line.begin_steps(100)
+        res = []
+        while not res: res += [line.step for _ in range(3) if line.boundary()]
+        return res
+
+def test_who_begins_a_fit_first_may_ask_first(): test_eq(on_ranks(early, 3), [[102]]*3)
+
+def dies(rank, who):
+    "What a rank hears when another is killed as it is told of a round; that one is a child of its process, which returns how it ended"
+    if rank==who and (pid := os.fork()): return os.waitpid(pid, 0)[1]
+    with WatchedConnection(this_world()).open() as line:
+        line.begin_steps(0)
+        if rank==who: line._on_fence = lambda **msg: os.kill(os.getpid(), signal.SIGKILL)
+        line.meet()
+        if rank==who: time.sleep(60)
+        line.arm()
+        line.request('stop')
+        try:
+            while True: line.boundary()
+        except RankError as e: return e.rank
+
+@pytest.mark.parametrize('who', (0,1,2))
+def test_a_rank_killed_in_a_round(who): test_eq(on_ranks(partial(dies, who=who), 3, join=False), [signal.SIGKILL if r==who else who for r in range(3)])
+
+def waits(rank):
+    "The thread of rank 1 does not answer, so the others wait at their fence, until Ctrl-C ends rank 0"
+    with WatchedConnection(this_world()).open() as line, redirect_stderr(io.StringIO()) as err:
+        line.begin_steps(0)
+        line.notice = 1
+        if rank==1: line._on_fence = noop
+        line.meet()
+        line.arm()
+        try:
+            if rank==1:
+                with line.news: line.news.wait_for(lambda: False)
+            line.request('save')
+            if rank==0: threading.Thread(target=presses, args=(line,err)).start()
+            while True: line.boundary()
+        except KeyboardInterrupt as e: line.failed_here(e)
+        except RankError as e: return e.rank,e.msg.strip().rpartition('\n')[2]
+        return err.getvalue()
+
+def presses(line, err):
+    "Press Ctrl-C when rank 0 has said that it waits"
+    while 'waited' not in err.getvalue(): time.sleep(.1)
+    signal.pthread_kill(line.ident, signal.SIGINT)
+
+def test_a_wait_at_the_fence_is_told_and_ends_with_ctrl_c():
+    said,*others = on_ranks(waits, 3, join=False)
+    assert 'in the agreement on a step' in said
+    test_eq(others, [(0,'KeyboardInterrupt')]*2)
