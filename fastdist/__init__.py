@@ -9,6 +9,7 @@
 - `fastdist.comm.listener`: Authenticated connections between the ranks of one job
 - `fastdist.comm.messages`: Messages between two ranks, as lines of JSON over a socket
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
+- `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
 - `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0

@@ -35,7 +35,8 @@ class ControlConnection:
         tick:float=1. # Seconds between two calls of `_look`
     ):
         self.world,self.rank,self.tick = world,world.rank,tick
-        self.lines,self.vote_lines = {},{} # rank -> `Line`: rank 0 has one to each rank, the others have that to rank 0
+        self.lines,self.vote_lines = {},{} # rank -> `Line`: rank 0 has one to each rank, the others have that to rank 0; lines for votes of other ranks
+        self.parent,self.vote_up = 0 if world.rank else None,None # the rank over whose line this one reaches rank 0; the line for its own vote
         self.left,self.leaving = set(),[] # ranks that said goodbye; those of them of whom rank 0 has not told the others yet
         self.news = threading.Condition() # for what both threads change
         self.ident,self.thread,self.closed,self.looked = threading.get_ident(),None,False,time.monotonic()
@@ -66,14 +67,21 @@ def open(self:ControlConnection,
 def _connect(self:ControlConnection, timeout):
     store = PrefixStore('control', job_store(self.world))
     key = f"hub{store.add(f'rank{self.rank}', 1)}"
-    if self.rank==0: return store.set(key, json.dumps(self._listen()))
-    hosts,port,secret = json.loads(awaited(store, key, Wait(timeout).for_rank0(self.rank)))
-    for kind in ('votes','news'): self._register(dial(hosts, port, bytes.fromhex(secret), self.rank, kind, min(timeout, 60)), 0, kind)
+    if self.rank==0: store.set(key, json.dumps(self._listen(self.world)))
+    else: self._join(store, key, Wait(timeout), min(timeout, 60))
 
 @patch
-def _listen(self:ControlConnection):
-    allow_files(4*self.world.size)
-    self.server = Listener(self.world)
+def _join(self:ControlConnection, store, key, wait, timeout): self._dial(*json.loads(awaited(store, key, wait.for_rank(self.rank))), timeout)
+
+@patch
+def _dial(self:ControlConnection, hosts, port, secret, timeout):
+    for kind in ('votes','news'): self._register(dial(hosts, port, bytes.fromhex(secret), self.rank, kind, timeout, self.parent), self.parent, kind)
+
+# %% ../../nbs/19_comm.control.ipynb #ee946a27
+@patch
+def _listen(self:ControlConnection, world, others=None):
+    allow_files(4*(ifnone(others, world.size-1)+1))
+    self.server = Listener(world, others=others)
     self.sel.register(self.server, selectors.EVENT_READ)
     return self.server.hosts,self.server.port,self.server.secret.hex()
 
@@ -81,7 +89,8 @@ def _listen(self:ControlConnection):
 def _register(self:ControlConnection, sock, rank, kind):
     line = Line(sock, rank)
     line.sock.settimeout(1 if kind=='votes' else None)
-    if kind=='votes': self.vote_lines[rank] = line
+    if kind=='votes' and rank==self.parent: self.vote_up = line
+    elif kind=='votes': self.vote_lines[rank] = line
     else: self.lines[rank] = self.sel.register(sock, selectors.EVENT_READ, line).data
 
 # %% ../../nbs/19_comm.control.ipynb #11c3bb63
@@ -130,7 +139,7 @@ def _ended(self:ControlConnection, line, why='it ended without a word: it was ki
     line.sock.close()
     if self.lines.get(line.rank) is not line: return
     del self.lines[line.rank]
-    if line.rank not in self.left: self._lost(line.rank, why)
+    if not self.left & {self.rank,line.rank}: self._lost(line.rank, why)
 
 # %% ../../nbs/19_comm.control.ipynb #938a75b5
 @patch
@@ -164,6 +173,16 @@ def _send(self:ControlConnection, but=None, **msg):
         if o.rank!=but and o.rank not in self.left: o.send(**msg)
 
 @patch
+def send_to(self:ControlConnection,
+    to:int, # On rank 0 any other rank; elsewhere one to which this rank has a connection of its own
+    **msg # As for `Line.send`
+):
+    "Send a message to rank `to`, unless it is not connected"
+    line = self.lines.get(to)
+    if line and to not in self.left: line.send(**msg)
+
+# %% ../../nbs/19_comm.control.ipynb #0bd931d5
+@patch
 def tell(self:ControlConnection,
     kind:str, # The method `_on_{kind}` handles it
     **fields # Of plain values; `rank` is this rank where it is not given
@@ -180,7 +199,7 @@ def tell_rank0(self:ControlConnection,
 ):
     "Send a message to rank 0, which does not pass it on"
     fields = dict(rank=self.rank)|fields
-    if self.rank: self._send(kind=kind, **fields)
+    if self.rank: self.send_to(self.parent, kind=kind, **fields)
     else: getattr(self, '_on_'+kind)(**fields)
 
 # %% ../../nbs/19_comm.control.ipynb #ce1eebc0
@@ -230,6 +249,7 @@ def close(self:ControlConnection):
     "Announce the end to the other ranks, end the thread and close the sockets; safe to call twice"
     if self.closed: return
     self._before_close()
+    self.left.add(self.rank) # a connection that ends from now on is no loss
     self.tell('bye', ranks=[self.rank])
     self.closed = True
     self.wake.send(b'.')
@@ -242,7 +262,7 @@ def _drop(self:ControlConnection):
     "Close the sockets of this process"
     _live.discard(self)
     files = [o.fileobj for o in (self.sel.get_map() or {}).values()]
-    for o in [*files, *(v.sock for v in self.vote_lines.values()), self.wake, self.sel]: o.close()
+    for o in [*files, *(v.sock for v in [*self.vote_lines.values(), self.vote_up] if v), self.wake, self.sel]: o.close()
 
 def _drop_all():
     for o in list(_live): o._drop()
