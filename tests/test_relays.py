@@ -4,14 +4,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from fastai.basics import *
 from fastdist import *
+from fastdist.comm.control import control_connection
 from fastdist.comm.relay import RelayedConnection
 from fastdist.job.errors import RankError
 from fastcore.basics import stop
 from fastcore.test import test_eq
+from learners import digits
 
 blocks,mixed = (0,0,0,1,1,1,2,2),(0,1,2,0,1,2,0,1) # rank -> node: as torchrun deals ranks, and as SLURM may
 layouts = pytest.mark.parametrize('nodes', [blocks,mixed])
 roles = pytest.mark.parametrize('who', [0,1,3,4]) # of `blocks`: rank 0, one of its node, the first rank of another node, one of that node
+elsewhere = pytest.mark.parametrize('who', [3,4])
 
 def world_in(nodes, rank):
     node = nodes[rank]
@@ -146,18 +149,18 @@ def frozen(who):
         line.renew()
         if line.rank!=who: return heard(line, lambda: line.agree(0))
         if os.fork()==0:
-            time.sleep(9)
+            time.sleep(11)
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
     return f
 
-@pytest.mark.parametrize('who', [3,4])
+@elsewhere
 def test_a_process_is_stopped(who):
-    told = [o for i,o in enumerate(on(blocks, frozen(who), patience=0.5)) if i!=who]
+    told = [o for i,o in enumerate(on(blocks, frozen(who), patience=2)) if i!=who]
     for o in told: assert o[0]==who and 'its process has not answered for' in o[1], told
 
-@roles
+@elsewhere
 @pytest.mark.parametrize('fit', [True,False])
 def test_a_rank_is_stuck(who, fit):
     "Outside of a fit only a rank that others wait for is stuck"
@@ -169,11 +172,11 @@ def test_a_rank_is_stuck(who, fit):
         def watched():
             with line.watch(lambda: 'in a fit') if fit else nullcontext(): work()
         return heard(line, watched)
-    res = on(blocks, f, patience=0.5)
+    res = on(blocks, f, patience=1)
     for o in res: assert o[0]==who and 'it did not move for' in o[1] and 'while line.rank==who' in o[1], res
     test_eq(len({o[1] for o in res}), 1)
 
-@roles
+@elsewhere
 def test_a_rank_in_another_exchange(who):
     def f(line):
         line.renew()
@@ -211,3 +214,27 @@ def test_a_rank_waits_for_a_note_of_a_place_that_is_passed():
             gone,_ = line.missed()
         return line.agree(0) or line.rank==4 and gone
     assert 'rank 0 in a vote' in on(blocks, f)[4]
+
+class Breaks(Callback):
+    def __init__(self, when): self.when = when
+    def after_batch(self):
+        if self.when and self.iter==1: raise ValueError('a broken file')
+
+def fits(rank, most):
+    "Connections of this rank, how a fit ended that rank 3 breaks, and the weights after another one, on two nodes"
+    os.environ |= dict(LOCAL_RANK=str(rank%2), LOCAL_WORLD_SIZE='2', GROUP_RANK=str(rank//2), GROUP_WORLD_SIZE='2')
+    RelayedConnection.most = most
+    set_seed(1)
+    learn = digits(n=180)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx():
+        lines = len(control_connection().lines)
+        try: learn.fit(1, cbs=Breaks(rank==3))
+        except (RankError,ValueError) as e: how = type(e).__name__,'a broken file' in str(e)
+        learn.fit(1)
+        return lines,how,[p.tolist() for p in learn.model.parameters()]
+
+def test_fits():
+    star,relays = [on_ranks(lambda rank: fits(rank, most), 4, join=False) for most in (256,2)]
+    test_eq([o[1:] for o in relays], [o[1:] for o in star])
+    test_eq([o[1] for o in relays], [('RankError',True)]*3+[('ValueError',True)])
+    test_eq([[o[0] for o in res] for res in (star,relays)], [[3,1,1,1], [2,1,2,1]])

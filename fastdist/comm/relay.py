@@ -31,7 +31,7 @@ from .watchdog import *
 class RelayedConnection(WatchedConnection):
     "Control connection in which the first rank of each node relays for its node, where more than `most` ranks are on several nodes"
     most = 256 # at the start rank 0 may open four files for each rank, which is the usual limit of 1,024
-    own_kinds = {'ping','forward'} # kinds of messages that end with the rank that receives them
+    own_kinds = {'ping','forward','awaited','passed'} # kinds of messages that are for the rank alone that receives them
     def __init__(self,
         world, # As for `WatchedConnection`
         patience:float=600. # As for `WatchedConnection`
