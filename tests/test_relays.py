@@ -144,20 +144,21 @@ def test_the_first_rank_of_a_node_does_not_reach_rank_0():
     assert 'rank 2 is not reached' in res[3][1]
 
 def frozen(who):
-    "A process that is stopped, and goes on when the others have ended"
+    "A process that is stopped, and killed when the others have heard of it"
     def f(line):
         line.renew()
         if line.rank!=who: return heard(line, lambda: line.agree(0))
         if os.fork()==0:
-            time.sleep(11)
-            os.kill(os.getppid(), signal.SIGCONT)
+            end = time.monotonic()+30
+            while len(list(Path().glob('out*')))<7 and time.monotonic()<end: time.sleep(0.05)
+            os.kill(os.getppid(), signal.SIGKILL)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
     return f
 
 @elsewhere
 def test_a_process_is_stopped(who):
-    told = [o for i,o in enumerate(on(blocks, frozen(who), patience=2)) if i!=who]
+    told = [o for i,o in enumerate(on(blocks, frozen(who), patience=1)) if i!=who]
     for o in told: assert o[0]==who and 'its process has not answered for' in o[1], told
 
 @elsewhere
