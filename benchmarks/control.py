@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from fastcore.all import call_parse
-from fastdist.comm.watchdog import WatchedConnection
+from fastdist.comm.relay import RelayedConnection
 from fastdist.job.fork import RankError
 from fastdist.job.world import World
 
@@ -72,18 +72,20 @@ def killed(line, size):
         os.kill(os.getpid(), signal.SIGKILL)
     return dict(kill=fails(line, ()))
 
-def be_rank(rank, size, job, gate):
+def be_rank(rank, size, local, job, gate):
     os.read(gate, 1)
     start,cpu = time.monotonic(),time.process_time()
-    line = WatchedConnection(World(rank, size, rank, size), patience=60).open(120)
+    line = RelayedConnection(World(rank, size, rank%local, local, rank//local, size//local, master_addr='127.0.0.1'), patience=60)
+    line.most = 0
+    line.open(120)
     res = dict(start=(None, time.monotonic()-start, traffic(line)), memory=int(Path('/proc/self/statm').read_text().split()[1])*4096)
     res |= job(line, size)
     end = time.monotonic()
     line.close()
     Path(f'{rank}.json').write_text(json.dumps(res|dict(end=time.monotonic()-end, cpu=time.process_time()-cpu)))
 
-def on_ranks(job, size):
-    "Run `job` on `size` ranks forked from this process, which begin together; return what those say that live"
+def on_ranks(job, size, local):
+    "Run `job` on `size` ranks forked from this process, `local` to a node, which begin together; return what those say that live"
     with TemporaryDirectory() as d:
         os.chdir(d)
         os.environ['FASTDIST_STORE'] = f'{d}/store'
@@ -92,7 +94,7 @@ def on_ranks(job, size):
             pids.append(os.fork())
             if pids[-1]: continue
             os.close(go)
-            try: be_rank(r, size, job, gate)
+            try: be_rank(r, size, local, job, gate)
             except BaseException: traceback.print_exc()
             finally: os._exit(0)
         os.close(go)
@@ -101,10 +103,10 @@ def on_ranks(job, size):
         res = {r:json.loads(Path(f'{r}.json').read_text()) for r in range(size) if Path(f'{r}.json').exists()}
         return res,float(Path('killed').read_text()) if Path('killed').exists() else None
 
-def figures(size):
+def figures(size, local):
     "Return a row for each stage: what, seconds, bytes at rank 0"
-    res,_ = on_ranks(whole, size)
-    gone,at = on_ranks(killed, size)
+    res,_ = on_ranks(whole, size, local)
+    gone,at = on_ranks(killed, size, local)
     if (len(res),len(gone))!=(size,size-1): raise RuntimeError(f'{len(res)} and {len(gone)} of {size} ranks came to the end')
     took,sent = (lambda k, i=1: max(o[k][i] for o in res.values())),(lambda k: res[0][k][2])
     failed = res[size-1]['error'][0]
@@ -114,8 +116,9 @@ def figures(size):
 
 @call_parse
 def main(
-    sizes:str='64,256' # Numbers of ranks
+    sizes:str='64,256', # Numbers of ranks
+    local:int=8 # Ranks on a node, whose first one relays
 ):
-    for size in map(int, sizes.split(',')):
-        print(f'{size} ranks', flush=True)
-        for what,secs,n in figures(size): print(f'  {what:18} {secs:8.4f} s' + ('' if n is None else f' {n:14,.0f} bytes'), flush=True)
+    for size,on_node in [(int(o),n) for o in sizes.split(',') for n in (int(o),local)]:
+        print(f'{size} ranks on {size//on_node} nodes', flush=True)
+        for what,secs,n in figures(size, on_node): print(f'  {what:18} {secs:8.4f} s' + ('' if n is None else f' {n:14,.0f} bytes'), flush=True)

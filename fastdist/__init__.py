@@ -10,6 +10,7 @@
 - `fastdist.comm.memory`: Memory that one rank of a node fills for all ranks of the node
 - `fastdist.comm.messages`: Messages between two ranks, as lines of JSON over a socket
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
+- `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
 - `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step

@@ -143,11 +143,12 @@ class Wait:
         sys.stderr.write(f'fastdist: {who} has waited {secs:.0f} s for {whom}\n')
         self.notice *= 2
 
-    def for_rank0(self,
-        rank:int # This rank
+    def for_rank(self,
+        rank:int, # This rank
+        whom:str='rank 0' # The rank that it waits for
     )->callable: # Without parameters
-        "Return a `check` for `awaited` that reports this rank's wait for rank 0"
-        return lambda: self(f'rank {rank} in {self.place}', 'rank 0 to come there')
+        "Return a `check` for `awaited` that reports this rank's wait for `whom`"
+        return lambda: self(f'rank {rank} in {self.place}', f'{whom} to come there')
 
 # %% ../../nbs/17_comm.exchanges.ipynb #82a1b52f
 def report(

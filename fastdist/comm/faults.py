@@ -86,6 +86,11 @@ def tell_error(self:Faults,
 
 def _last_line(text): return text.rstrip().rpartition('\n')[2]
 
+@patch
+def _in_short(self:Faults, msg):
+    "Return `msg`, but for an error only its last line"
+    return dict(kind='failed', rank=msg['rank'], text=_last_line(msg['text'])) if msg['kind']=='error' else msg
+
 # %% ../../nbs/20_comm.faults.ipynb #24ad2cc3
 @patch
 def _on_error(self:Faults, rank, text, gen):

@@ -53,7 +53,7 @@ def greet(
     answer = _exactly(sock, _n)
     if hmac.compare_digest(answer, _proof(secret, b'taken', nonce, hello)): raise WorldError(f'You started a process as rank {rank}, but '
         f'another one is rank {rank} already. HINT: see that each process gets its own RANK')
-    if not hmac.compare_digest(answer, _proof(secret, b'welcome', nonce, hello)): raise ConnectionError('the listener there is not rank 0 of this job')
+    if not hmac.compare_digest(answer, _proof(secret, b'welcome', nonce, hello)): raise ConnectionError('the listener there is no rank of this job')
     return sock
 
 # %% ../../nbs/18_comm.listener.ipynb #8a62001f
@@ -95,13 +95,15 @@ def allow_files(
 
 # %% ../../nbs/18_comm.listener.ipynb #8126d44a
 class Listener:
-    "Port of rank 0 to which each other rank connects once for each kind of connection"
+    "Port of a rank to which other ranks connect, once for each kind of connection"
     def __init__(self,
-        world:World, # Of rank 0
+        world:World, # Of the rank that listens
         patience:float=10., # Seconds that a connection has for its proof
-        most:int=None # Connections that may be pending; twice the number of ranks and 64 by default
+        most:int=None, # Connections that may be pending; twice the number of ranks and 64 by default
+        others:int=None # Ranks that are to connect; all other ranks by default
     ):
-        self.world,self.patience,self.most,self.secret = world,patience,ifnone(most, 64+2*world.size),secrets.token_bytes(_n)
+        self.world,self.patience,self.others,self.secret = world,patience,ifnone(others, world.size-1),secrets.token_bytes(_n)
+        self.most = ifnone(most, 66+2*self.others)
         self.pending,self.known,self.sel = {},set(),selectors.DefaultSelector()
         own = own_addresses('127.0.0.1' if world.num_nodes==1 else world.master_addr)
         if not own: warn(f'You set MASTER_ADDR={world.master_addr}, which is no address of an interface of rank 0, so rank 0 listens on all of them until all ranks are '
@@ -178,7 +180,7 @@ def _welcome(self:Listener, sock, p, rank, kind):
 @patch(as_prop=True)
 def complete(self:Listener)->bool:
     "Whether all ranks are connected"
-    return len(self.known)==(self.world.size-1)*len(_kinds)
+    return len(self.known)==self.others*len(_kinds)
 
 @patch
 def close(self:Listener):
@@ -188,26 +190,27 @@ def close(self:Listener):
 
 # %% ../../nbs/18_comm.listener.ipynb #5e2e4840
 def dial(
-    hosts:list, # Names or addresses of rank 0, tried in this order
+    hosts:list, # Names or addresses of the rank that listens, tried in this order
     port:int, # Of its `Listener`
     secret:bytes, # Of its `Listener`
     rank:int, # Of this process
     kind:str, # Use of the connection: 'votes' or 'news'
-    timeout:float=60. # Seconds
+    timeout:float=60., # Seconds
+    to:int=0 # The rank that listens
 )->socket.socket: # Connected
-    "Connect to rank 0 and `greet` it; try again where it hangs up, since strangers may crowd its port"
+    "Connect to rank `to` and `greet` it; try again where it hangs up, since strangers may crowd its port"
     end = time.monotonic()+timeout
     while True:
-        sock = _reach(hosts, port, timeout)
+        sock = _reach(hosts, port, timeout, to)
         try: return greet(sock, secret, rank, kind)
         except BaseException as e:
             sock.close()
             if not isinstance(e, OSError) or time.monotonic()>end: raise
             time.sleep(0.1)
 
-def _reach(hosts, port, timeout):
+def _reach(hosts, port, timeout, to):
     for h in hosts:
         try: return socket.create_connection((h,port), timeout=timeout)
         except OSError as e: err = e
-    raise ConnectionError(f'rank 0 is not reached at port {port} of {", ".join(hosts)}: {err}. HINT: unless it ended, set MASTER_ADDR to an address of rank 0 '
+    raise ConnectionError(f'rank {to} is not reached at port {port} of {", ".join(hosts)}: {err}. HINT: unless it ended, set MASTER_ADDR to an address of rank 0 '
         'that all nodes reach, and open the ports between them') from err

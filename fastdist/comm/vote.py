@@ -103,14 +103,15 @@ def agree(self:VotingConnection,
 # %% ../../nbs/21_comm.vote.ipynb #ec8e191f
 @patch
 def _count(self:VotingConnection, n, topic):
-    "Return the largest `n` of all ranks, which rank 0 computes and sends to the others"
+    "Return the largest `n` of all ranks: count the votes that come to this rank, ask rank 0 for the result, and send it on"
+    up,down = self.vote_up,self.vote_lines.values()
     try:
-        if self.rank:
-            self._cast(self.vote_lines[0], n, topic)
-            return self._ballot(self.vote_lines[0], topic)
-        res = max(n, *[self._ballot(o, topic) for o in self.vote_lines.values()])
-        for o in self.vote_lines.values(): self._cast(o, res, topic)
-        return res
+        if down: n = max(n, *[self._ballot(o, topic) for o in down])
+        if up:
+            self._cast(up, n, topic)
+            n = self._ballot(up, topic)
+        for o in down: self._cast(o, n, topic)
+        return n
     except OSError as e:
         self._wait_for_cause()
         self.check()
@@ -186,7 +187,7 @@ def answer_note(self:VotingConnection,
     own:dict # That of rank 0
 ):
     "Send `rank` the place of rank 0, if rank 0 is past the place at which `rank` waits"
-    if own and (own['n']>at['n'] or not own['kind'] and own['secs']>1): self.lines[rank].send(kind='passed', gen=self.generation, n=at['n'], text=in_words(0, own).strip())
+    if own and (own['n']>at['n'] or not own['kind'] and own['secs']>1): self.send_to(rank, kind='passed', gen=self.generation, n=at['n'], text=in_words(0, own).strip())
 
 @patch
 def _on_passed(self:VotingConnection, gen, n, text): self.passed = gen,n,text
@@ -197,5 +198,5 @@ def missed(self:VotingConnection)->tuple: # Place of rank 0, and the names of th
     self.check()
     if self.heard_of: return # an error is about to be raised here
     here = self.generation,self.exchanges.n
-    gone = 'rank 0 has left' if 0 in self.left else self.passed[2] if self.passed and self.passed[:2]==here else None
+    gone = f'rank {self.parent} has left' if self.parent in self.left else self.passed[2] if self.passed and self.passed[:2]==here else None
     return gone and (gone, [name for *at,name in self.notes if tuple(at)==here])

@@ -110,8 +110,8 @@ def _go_through_waits(self:WatchedConnection, now):
     if any(self.waiting): self.awaited = now # by a rank other than 0
     if not self.waiting or now-self.told<1: return
     self.told = now
-    for r,o in list(self.lines.items()):
-        if r not in self.waiting: o.send(kind='awaited')
+    for r in range(1, self.world.size):
+        if r not in self.waiting: self.send_to(r, kind='awaited')
 
 # %% ../../nbs/23_comm.watchdog.ipynb #803d4114
 @patch

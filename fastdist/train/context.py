@@ -24,7 +24,7 @@ from ..job.group import *
 from ..job.options import *
 from ..job.accelerate import *
 from ..comm.control import *
-from ..comm.watchdog import *
+from ..comm.relay import *
 
 # %% ../../nbs/64_train.context.ipynb #8f5df798
 def set_precision(
@@ -115,7 +115,7 @@ class Job:
 def _join(self:Job, how, patience):
     patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
     self.own_line = self.world.size>1 and control_connection() is None
-    if self.world.size>1: self.line = control_connection() or WatchedConnection(self.world, patience).open(max(10, patience))
+    if self.world.size>1: self.line = control_connection() or RelayedConnection(self.world, patience).open(max(10, patience))
     self.member.join(**how)
     if self.own_line: self.line.arm()
 
