@@ -58,7 +58,9 @@
 - `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
 - `fastdist.state.packing`: Nested values as what torch reads without pickle, many scalars as one tensor
 - `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state
+- `fastdist.state.progress`: What a training has done so far, as values that another process goes on from
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
+- `fastdist.state.resume`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.state.writer`: A thread that writes beside the training, one thing at a time
@@ -86,12 +88,13 @@
 
 from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from .job.errors import DesyncError, HomeError, OptionError, RankError, WorldError
+from .job.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, WorldError
 from .job.world import World
 from .job.group import this_world, setup_distrib, teardown_distrib
 from .job.fork import on_ranks
 from .comm.rank0 import rank0_first
 from .data.loader import DistributedDL
+from .state.resume import Checkpoint
 from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer
 from .learner import ParallelTrainer
@@ -101,4 +104,4 @@ from .observe.desync import DesyncCheck
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-    'DesyncError']
+    'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted']

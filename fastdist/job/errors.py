@@ -10,7 +10,7 @@ says what was set, what was found, and after `HINT:` what to do."""
 
 # %% auto #0
 __all__ = ['WorldError', 'OptionError', 'RankError', 'everywhere', 'is_everywhere', 'is_broken', 'HomeError', 'DesyncError',
-           'Preempted']
+           'ResumeError', 'Preempted']
 
 # %% ../../nbs/00_job.errors.ipynb #9e3a51c3
 import signal
@@ -76,6 +76,16 @@ class HomeError(RuntimeError):
 
 class DesyncError(RuntimeError):
     "Raised where ranks differ in a value that must be the same on all"
+
+class ResumeError(ValueError):
+    "Raised where a state on the disk is not of the training that would go on from it"
+    def __init__(self,
+        path, # Folder of the state
+        found:str, # What it holds
+        hint:str # What to do
+    ):
+        super().__init__(f'The state in {path} has {found}. HINT: {hint}')
+        self.path = path
 
 # %% ../../nbs/00_job.errors.ipynb #9e3a51c1
 class Preempted(SystemExit):

@@ -51,17 +51,19 @@ def kind_of(
 
 # %% ../../nbs/51_state.values.ipynb #1e79fc32
 def copied(
-    v # A value
+    v, # A value
+    device=None # Where the copies of tensors are; each where its original is by default
 ): # Of the same type
     "Return a copy of `v`: of its containers, tensors and arrays; anything else in it is shared"
-    if isinstance(v, Tensor): return v.detach().clone()
+    if isinstance(v, Tensor): return v.detach().to(ifnone(device, v.device), copy=True)
     if isinstance(v, np.ndarray): return v.copy()
     if isinstance(v, dict):
         res = copy(v)
-        for k in v: res[k] = copied(v[k])
+        for k in v: res[k] = copied(v[k], device)
         return res
     if not isinstance(v, (list,tuple,L)): return copy(v) if isinstance(v, set) else v
-    return type(v)(*map(copied, v)) if hasattr(v, '_fields') else type(v)(map(copied, v))
+    its = (copied(o, device) for o in v)
+    return type(v)(*its) if hasattr(v, '_fields') else type(v)(its)
 
 # %% ../../nbs/51_state.values.ipynb #ab55c93a
 _passing = 'learn','cbs','metrics','xb','yb','pred','loss_grad'

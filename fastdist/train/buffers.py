@@ -46,6 +46,10 @@ class Buffers(JobCallback):
         "Share what an evaluation within a fit has changed"
         self.phases.fitting and self.share()
 
+    def before_state(self):
+        "Share what training has changed so far, before a state is written"
+        if self.moved: self.share()
+
     def after_fit(self):
         "Call `after_train` where a callback cancelled the fit in the midst of an epoch"
         self.moved and not self.phases.open and self.after_train()

@@ -36,6 +36,7 @@ from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.reduction import *
 from ..evaluate.evaluate import *
+from ..state.resume import *
 from .context import *
 from .process import *
 from .accumulate import *
@@ -118,6 +119,7 @@ def _make_parts(self:DistributedTrainer, w):
 def _return(self:DistributedTrainer):
     super(DistributedTrainer, self)._return()
     if self.job: self.job.close()
+    self._hand_over(None, None)
     self.accelerator.adopt(None, None)
     self.job = None
 
@@ -186,10 +188,15 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     with self.job.together(self._where, self._events.position), own_random(self.job.world.rank), self.evaluate.watching(), self._whole_again():
         check_alike(learner_facts(self.learn, event_type))
         self._events.vote = self._vote
+        self._hand_over(self.phases, self.layout)
         try: return run(f, event_type, ex, final)
         finally: self.job.line.armed = False # before anything that puts back begins; a call would come too late
 
 # %% ../../nbs/82_train.trainer.ipynb #a8a81f7f
+@patch
+def _hand_over(self:DistributedTrainer, phases, layout):
+    for cb in self.learn._grab_cbs(Checkpoint): cb.phases,cb.layout = phases,layout
+
 @patch
 @contextmanager
 def _whole_again(self:DistributedTrainer):

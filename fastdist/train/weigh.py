@@ -207,6 +207,17 @@ def after_fit(self:Weigh):
     "As `after_train`, where that was cancelled"
     self._merge_losses()
 
+# %% ../../nbs/78_train.weigh.ipynb #3e6a1536
+@patch
+def before_state(self:Weigh):
+    "As `after_train`, within an epoch"
+    self._merge_losses()
+
+@patch
+def after_put_back(self:Weigh):
+    "Note the smoothed loss with which a training goes on"
+    self.before_train()
+
 # %% ../../nbs/78_train.weigh.ipynb #949b1c90
 @patch
 def _merge_losses(self:Weigh):
@@ -219,4 +230,4 @@ def _merge_losses(self:Weigh):
     for l in losses:
         avg.accumulate(SimpleNamespace(loss=l))
         rec.losses.append(avg.value)
-    self.learn.smooth_loss = avg.value
+    self.learn.smooth_loss,self.smooth = avg.value,(avg.val,avg.count)
