@@ -7,6 +7,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from torch import distributed as dist
 from fastdist import *
+from fastdist.job.world import World
 from fastdist.comm.messages import Line
 from fastdist.comm.steps import SteppingConnection
 from fastdist.comm.watchdog import WatchedConnection
@@ -193,3 +194,15 @@ def test_a_wait_at_the_fence_is_told_and_ends_with_ctrl_c():
     said,*others = on_ranks(waits, 3, join=False)
     assert 'in the agreement on a step' in said
     test_eq(others, [(0,'KeyboardInterrupt')]*2)
+
+class Late(SteppingConnection):
+    "Its main thread makes seven steps while the thread sets a fence for the first time"
+    def __setattr__(self, k, v):
+        super().__setattr__(k, v)
+        if k=='fence' and v==2: self.step += 7
+
+def test_a_fence_that_came_too_late_is_set_anew():
+    with Late(World()) as line:
+        line.begin_steps(0)
+        line._on_fence(rank=0, n=1, gen=0, base=0)
+        test_eq((line.step,line.fence), (7,9))
