@@ -21,7 +21,7 @@ from contextlib import contextmanager,suppress
 from multiprocessing import get_all_start_methods,get_context,parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread,current_thread,main_thread,current_thread,main_thread
+from threading import Thread,current_thread,main_thread
 from fastcore.all import *
 from .errors import *
 from .tracebacks import *
