@@ -137,7 +137,9 @@ def find(self:FitRun)->dict: # `None` where there is nothing to go on from
     "Return on all ranks what rank 0 has read of the state from which this fit goes on; raise `ResumeError` where that is of another training"
     facts = training_facts(self.learn, self._batch())
     self.facts,plan = facts,self._read(facts) if self.rank==0 else None
-    return broadcast_obj(plan) if self.size>1 else plan
+    plan = broadcast_obj(plan) if self.size>1 else plan
+    if plan: getattr(self.learn.dls, 'n_inp', None) # with the first batch of a process, fastai reads an item for it, which may draw random numbers
+    return plan
 
 @patch
 def _read(self:FitRun, facts):
