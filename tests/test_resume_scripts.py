@@ -10,14 +10,13 @@ from fastdist.state import resume
 from procs import *
 
 class Kill(Callback):
-    "Kills this process after `at` batches of training; with no state being written, so that there is one to go on from"
+    "Kills this process after `at` batches of training; waits for each state, so that the same are there each time"
     order = 2*Checkpoint.order
     def __init__(self, at): self.at,self.n = at,0
     def after_batch(self):
         self.n += self.training
-        if not self.training or self.n!=self.at: return
         for o in resume._writers.values(): o.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
+        if self.training and self.n==self.at: os.kill(os.getpid(), signal.SIGKILL)
 Kill.__module__ = 'fastdist.tests' # a user's would be named, as it counts
 
 def bits(o):
@@ -62,7 +61,7 @@ def survives(f, path, kills):
     for at in kills: test_eq(process(f, at, path/'cut')[0], -signal.SIGKILL)
     last = process(f, None, path/'cut')
     assert ended(last)==whole
-    assert ended(process(f, None, path/'cut'))==whole, 'when all is done'
+    assert ended(process(f, None, path/'whole'))==whole, 'when all is done'
     return last[1]
 
 def cut(every=3, **kw): return Checkpoint('states', every=every, **kw)
@@ -103,6 +102,19 @@ def given_anew(kill):
     learn.fit(2, cbs=cut())
     return learn
 
+def alike(kill):
+    "The second fit grows lists of the recorder to what the first has left"
+    learn = ten(kill)
+    learn.fit(1)
+    learn.fit(2, cbs=cut())
+    return learn
+
+def one_end_kept(kill):
+    "What the first fit alone changes, as the names of metrics, is not in the state of its end any more"
+    learn = ten(cut(keep=1), kill)
+    for _ in range(3): learn.fit(1)
+    return learn
+
 def learnt_loss(kill):
     class Scaled(nn.Module):
         def __init__(self):
@@ -129,7 +141,8 @@ def normed():
     learn.model[0],learn.model[3] = torch.nn.utils.spectral_norm(learn.model[0]),torch.nn.utils.parametrizations.weight_norm(learn.model[3])
     return learn
 
-scripts = dict(fine_tune=(fine_tune, (4,11)), with_more_between=(with_more_between, (4,14,4)), given_anew=(given_anew, (15,16,29)), learnt_loss=(learnt_loss, (14,)),
+scripts = dict(fine_tune=(fine_tune, (4,11)), with_more_between=(with_more_between, (4,14,4)), given_anew=(given_anew, (15,16,25)), learnt_loss=(learnt_loss, (14,)),
+    alike=(alike, (25,)), one_end_kept=(one_end_kept, (25,)),
     trackers=(one_cycle(SaveModelCallback, partial(EarlyStoppingCallback, patience=2, min_delta=9), partial(ReduceLROnPlateau, min_delta=9), epochs=5), (5,16)),
     windows=(one_cycle(partial(GradientAccumulation, 48), partial(GradientClip, .1), every=1), (4,12)), mixup=(one_cycle(MixUp, TerminateOnNaNCallback), (15,)),
     appended=(one_cycle(partial(CSVLogger, append=True)), (5,14)), written=(one_cycle(CSVLogger), (14,)), half=(one_cycle(partial(MixedPrecision, amp_mode='bf16')), (14,)),
