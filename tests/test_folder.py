@@ -98,7 +98,7 @@ def test_a_view_is_written_without_the_rest_and_a_copy_stays():
 
 class Mine(Tensor): pass
 
-@pytest.mark.parametrize('v', [lambda: 0, Mine([1.]), np.array([{}]), nn.Linear(1,1), defaultdict(list), threading.Lock()], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize('v', [lambda: 0, Mine([1.]), np.array([{}]), nn.Linear(1,1), defaultdict(lambda: 0), threading.Lock()], ids=lambda o: type(o).__name__)
 def test_what_cannot_be_stored_is_named_by_its_place(v):
     with expect_fail(TypeError, 'callbacks.MyCb.hist[3][0] is of type'): check_plain(dict(model={}, callbacks=dict(MyCb=dict(hist=(1, 2., 'a', [v])))))
 

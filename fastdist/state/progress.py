@@ -26,6 +26,7 @@ from ..comm.rng import *
 from ..data.digest import *
 from ..data.order import *
 from .growth import *
+from .packing import *
 from .values import *
 from .snapshot import *
 
@@ -58,13 +59,13 @@ _elsewhere = 'give this training a path of its own, or delete the folder to begi
 def _fitting_batch(g, n): return f'bs={g//n}' if g and g%n==0 else f'a number of ranks that divides {g}'
 
 # %% ../../nbs/60_state.progress.ipynb #06f42168
-_not_kept = {'start_epoch'} # a time of day in the process that is gone
+_not_kept = {'start_epoch','fits_by_path'} # a time of day in the process that is gone; how many fits this process has come to
 
 def values(
     o # A Learner, a callback or a metric
 )->dict: # Attribute -> value; those of a metric as `metric.attribute`
     "Return the attributes of `o` that can be written to a file and read without pickle"
-    return {k:v for k,v in attributes(o).items() if k not in _not_kept and kind_of(v)>=Kind.value}
+    return _kept({k:v for k,v in attributes(o).items() if k not in _not_kept})
 
 def _owners(learn):
     "Return name -> object, of the Learner and of the callbacks that are fastai's or the user's"
@@ -72,27 +73,44 @@ def _owners(learn):
 
 def _is_users(o): return type(o).__module__.partition('.')[0] not in ('fastai','fastcore','fastdist')
 
+# %% ../../nbs/60_state.progress.ipynb #816f187f
+def _kept(vals): return {k:v for k,v in vals.items() if kind_of(v)>=Kind.value and can_pack(v)}
+
+
+def _differing(befores, now):
+    "Return of `now` what differs from what it was in any of `befores`"
+    return {k:v for k,v in now.items() if any(k not in o or not same_value(o[k], v) for o in befores)}
+
 # %% ../../nbs/60_state.progress.ipynb #a7da8e21
+def _all_values(o): return {k:v for k,v in attributes(o).items() if k not in _not_kept and kind_of(v)>=Kind.value}
+def _module_values(learn): return _kept(snapshot(learn, 'attrs')['attrs'])
+
 class Changes:
-    "Attributes of a Learner and its callbacks that differ from those when this was made"
+    "Attributes of a Learner, its callbacks and modules that differ from those when this was made, when `begin` was called, or in `first`"
     def __init__(self,
-        learn:Learner # About to fit
+        learn:Learner, # About to fit
+        first:tuple=None # `first` of the changes of an earlier fit, so that what that one has changed counts too
     ):
-        self.learn = learn
-        self.was = {k:copied(values(o)) for k,o in _owners(learn).items()}
+        self.learn,self.was = learn,[first] if first else []
         self.refs = {k:dict(vars(o)) for k,o in _owners(learn).items()}
-        self.attrs = copied(snapshot(learn, 'attrs')['attrs'])
+        self.begin()
+
+    @property
+    def first(self): return self.was[0]
+
+    def begin(self):
+        "Compare with the present values too"
+        self.was.append(({k:copied(_all_values(o)) for k,o in _owners(self.learn).items()},copied(_module_values(self.learn))))
+
+    def before(self, owner): return [vals[owner] for vals,_ in self.was if owner in vals] or [{}]
 
     def now(self)->dict: # Owner -> attribute -> value
         "Return the present values of attributes that have changed"
-        return {k:_differing(self.was.get(k, {}), values(o)) for k,o in _owners(self.learn).items()}
+        return {k:_differing(self.before(k), values(o)) for k,o in _owners(self.learn).items()}
 
     def of_modules(self)->dict: # Attribute of a module, with its name -> value
         "Return the present values of attributes of modules that have changed, such as hidden states"
-        now = {k:v for k,v in snapshot(self.learn, 'attrs')['attrs'].items() if kind_of(v)>=Kind.value}
-        return _differing(self.attrs, now)
-
-def _differing(was, now): return {k:v for k,v in now.items() if k not in was or not same_value(was[k], v)}
+        return _differing([attrs for _,attrs in self.was], _module_values(self.learn))
 
 # %% ../../nbs/60_state.progress.ipynb #2ad5bd0d
 @patch
@@ -103,6 +121,7 @@ def unsaid(self:Changes
     for k,cb in named_callbacks(self.learn).items():
         if k not in now or not _is_users(cb) or keeps_own_state(cb): continue
         lost = [a for a,v in vars(cb).items() if kind_of(v)==Kind.other and self.refs.get(k, {}).get(a) is not v]
+        lost += _differing(self.before(k), _all_values(cb)).keys()-values(cb).keys()
         kept = [a for a in now[k] if a!='run'] # that is fastai's
         if kept or lost: res[k] = kept,lost
     return res
@@ -135,7 +154,7 @@ def taken(
     "Return the state of the Learner of `changes`, and what the fit has changed"
     learn = changes.learn
     res = snapshot(learn, *_parts)
-    res['attrs'] = {k:v for k,v in res['attrs'].items() if kind_of(v)>=Kind.value}
+    res['attrs'] = _kept(res['attrs'])
     orders = [order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None for dl in getattr(learn.dls, 'loaders', [])]
     had = [n for n,p in learn.model.named_parameters() if p.grad is not None]
     return res | dict(changes=changes.now(), metrics=[values(m) for m in learn.metrics], own=_own_states(learn), orders=orders, had_grads=had)
@@ -145,7 +164,7 @@ def _own_states(learn):
     return {k:_as_file(k, o.state_dict()) for k,o in stateful(learn).items()}
 
 def _as_file(name, state):
-    if kind_of(state)>=Kind.value: return dict(value=state)
+    if can_pack(state): return dict(value=state)
     try: return dict(pickle=pickle.dumps(state))
     except Exception as e: raise TypeError(f'The state_dict of {name} cannot be pickled: {e}. HINT: return values, such as numbers, text, arrays and tensors') from e
 

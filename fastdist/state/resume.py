@@ -20,7 +20,7 @@ from contextlib import ExitStack,contextmanager
 from inspect import unwrap
 from functools import wraps
 from warnings import warn
-from weakref import ref
+from weakref import WeakKeyDictionary,ref
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger,ProgressCallback
@@ -93,21 +93,28 @@ def _counted(learn, path):
 
 # %% ../../nbs/61_state.resume.ipynb #4a8c45d0
 _writers = {} # path -> its `Writer`
+_firsts = WeakKeyDictionary() # Learner -> path -> values before its first fit
 
 class FitRun:
     "One fit of a Learner with a `Checkpoint`"
-    stepped,asked,plan,before,owed,told = False,False,None,None,None,frozenset()
+    begun,stepped,asked,plan,before,owed,told = False,False,False,None,None,None,frozenset()
     def __init__(self,
         cb:Checkpoint # On a Learner that begins to fit
     ):
         self.cb,self.learn,self.line = cb,cb.learn,control_connection()
         self.rank,self.size = (self.line.rank,self.line.world.size) if self.line else (0,1)
-        self.number,self.signals,self.changes = fits_done(self.learn, cb.path),StopSignals(),Changes(self.learn)
+        self.number,self.signals,self.changes = fits_done(self.learn, cb.path),StopSignals(),self._changes()
         self.steps,self.rows,self.states = 0,[],States(cb.path, cb.keep)
         self.writer = _writers.setdefault(os.path.abspath(cb.path), Writer())
         self.writer.wait()
         self.logs = {p:os.path.getsize(p) if os.path.exists(p) else 0 for p in _appended(self.learn)}
         self.begin_interval()
+
+    def _changes(self):
+        firsts,key = _firsts.setdefault(self.learn, {}),os.path.abspath(self.cb.path)
+        res = Changes(self.learn, firsts.get(key))
+        firsts[key] = res.first
+        return res
 
     def begin_interval(self):
         "Note the time of a state"
@@ -208,6 +215,8 @@ def epoch(self:FitRun,
 ):
     "Call `run` unless the epoch was done"
     at,rec = self.plan and self.plan['about'],getattr(self.learn, 'recorder', None)
+    if not self.begun: self.changes.begin()
+    self.begun = True
     if at and not self.rows: self._show_rows()
     if at and self.learn.epoch<at['epoch']: return
     if at and not at['batch']: self._go_on_between()
