@@ -16,6 +16,8 @@ settings.register_profile('same', max_examples=40, deadline=None, derandomize=Tr
 settings.register_profile('search', settings.get_profile('same'), max_examples=5000, derandomize=False) # `pytest --hypothesis-profile search`
 settings.load_profile('same')
 
+def pytest_addoption(parser): parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole table of test_survive.py; a number for other moments')
+
 def pytest_configure(config):
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
 

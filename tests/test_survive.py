@@ -1,0 +1,101 @@
+"A training that is ended anywhere, by whatever, on any number of ranks, ends where the undisturbed run ends when it is started again"
+import itertools,os,pytest,random,shutil,signal,sys,time,warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache,partial
+from tempfile import TemporaryDirectory
+from fastcore.test import test_eq
+from fastai.basics import *
+from fastdist import *
+from fastdist.state.snapshot import leaves
+from procs import alive
+import survive
+from survive import *
+
+firsts,seconds = (1,2,3),(1,2,3,4)
+
+# What is compared
+
+def all_of(left): return {k:v for k,v in leaves('', left) if not k.startswith('reads')}
+
+def is_near(a, b, exact):
+    "Return whether `b` is `a`: to the bit if `exact`, else to the law's tolerance"
+    if not isinstance(a, _numbers) or not isinstance(b, _numbers): return type(a) is type(b) and a==b
+    if exact and type(a) is not type(b): return False
+    a,b = (torch.as_tensor(o).as_subclass(Tensor) for o in (a,b))
+    return torch.equal(a, b) if exact or not a.is_floating_point() else a.shape==b.shape and torch.allclose(a, b.to(a.dtype), rtol=1e-5, atol=1e-6)
+
+_numbers = float,Tensor,np.ndarray,np.generic
+
+def differences(a, b, exact):
+    "Return what differs between what two runs left, by name"
+    a,b = all_of(a),all_of(b)
+    return [f'{k}: {a.get(k, "missing")} became {b.get(k, "missing")}' for k in {**a, **b} if k not in a or k not in b or not is_near(a[k], b[k], exact)]
+
+# Runs
+
+def clear(path):
+    for f in [path/'struck', path/'validating', *path.glob('raise*')]: f.unlink(missing_ok=True)
+    shutil.rmtree(path/'pids', ignore_errors=True)
+
+def runs(path, size, drop, **kw):
+    "Run the script on forked ranks; return what each left, and `None` where it was ended"
+    clear(path)
+    try: res = on_ranks(partial(train, path=path, size=size, drop=drop, **kw), size, timeout=60, join=False)
+    except RankError as e: res,error = None,str(e)
+    assert not [pid for pid in others(path).values() if alive(pid)]
+    assert res or (path/'struck').exists(), error
+    return res
+
+@cache
+def undisturbed(size, drop):
+    with TemporaryDirectory() as d: return runs(Path(d), size, drop)
+
+# The table
+
+def drawn(how, where, n):
+    "Return the `Blow` of one run, and what `Checkpoint` gets for `every`"
+    rng = random.Random(f'{how} {where} {n}')
+    fit,step = rng.randrange(2),{'first step':0, 'middle':rng.choice((1,2)), 'while writing':rng.choice((0,1))}.get(where, steps-1)
+    if where=='between fits': fit,epoch = 0,epochs[0]-1
+    else: epoch = rng.randrange(1 if where=='while writing' else epochs[fit])
+    blow = Blow(how, where, fit, epoch, step, rng.randrange(60))
+    return blow,blow.total if how=='power cut' else rng.choice((1,2)) if where=='while writing' else rng.choice((1,2,3,5))
+
+def all_drawn(how, where, n):
+    "Return what `drawn` does for each run that is ended"
+    if where!='twice': return [drawn(how, where, n)]
+    one,every = drawn(how, where, n)
+    two,one.step = copy(one),0
+    one.epoch = two.epoch = one.epoch-1 if one.epoch else 0
+    return [(o, o.total if how=='power cut' else every) for o in (one,two)]
+
+def survives(path, how, where, first, second, n=0):
+    "Return what differs from the undisturbed run"
+    exact,res = first==second,None
+    kw = dict(path=path, drop=exact)
+    for i,(blow,every) in enumerate(all_drawn(how, where, f'{first} {second} {n}')):
+        res = runs(size=second if i else first, blow=blow, every=every, **kw)
+        if not (path/'struck').exists(): return [f'the place was not reached: {blow}']
+    res = runs(size=second, every=every, plain=n%2 and second==1, **kw)
+    if res is None: return [f'it was ended by itself: {blow}']
+    whole = undisturbed(first, True) if exact else undisturbed(1, False)*second
+    return [f'rank {r}: {o}' for r,(a,b) in enumerate(zip(whole, res)) for o in differences(*(a,b) if exact or not r else ({'snap':o['snap']} for o in (a,b)), exact)]
+
+whole = list(itertools.product(hows, wheres, firsts, seconds))
+
+def sample(k=14):
+    "Combinations by chance, in which each row, each column and each pair of numbers is"
+    rng,cols = random.Random(5),[hows,wheres,list(itertools.product(firsts, seconds))]
+    hs,ws,ns = ([o for _ in range(2) for o in rng.sample(col, len(col))][:k] for col in cols)
+    return [(h,w,*n) for h,w,n in zip(hs, ws, ns)]
+
+def pytest_generate_tests(metafunc):
+    if 'combination' not in metafunc.fixturenames: return
+    n = metafunc.config.getoption('--whole')
+    its = sample() if n is None else whole
+    metafunc.parametrize('combination', its, ids=[f'{h}, {w}: {a} then {b}' for h,w,a,b in its])
+
+def test_survives(combination, tmp_path, request):
+    wrong = survives(tmp_path, *combination, request.config.getoption('--whole') or 0)
+    assert not wrong, '\n'.join(wrong[:20])
