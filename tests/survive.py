@@ -106,7 +106,8 @@ class Samples:
 def learner(path, size, drop, cbs=(), n=43, width=16, bs=None):
     set_seed(7)
     dls = DataLoaders.from_dsets(Samples(n), Samples(17, 1), bs=bs or batch//size, num_workers=0, device='cpu', drop_last=False)
-    model = nn.Sequential(nn.Sequential(nn.Linear(8,width), nn.BatchNorm1d(width), nn.ReLU()), nn.Sequential(nn.Dropout(.3 if drop else 0.), nn.Linear(width,3)))
+    body,head = [nn.Linear(8,width), nn.BatchNorm1d(width), nn.ReLU()],[nn.Dropout(.3 if drop else 0.), nn.Linear(width,3)]
+    model = nn.Sequential(nn.Sequential(*body), nn.Sequential(*head))
     kept = [SaveModelCallback(monitor='accuracy'), EarlyStoppingCallback(patience=3), CSVLogger(append=True)]
     return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=[accuracy,F1Score(average='macro')], splitter=lambda m: [params(m[0]), params(m[1])],
         path=path, cbs=[*kept, *cbs])

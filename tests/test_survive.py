@@ -1,15 +1,12 @@
 "A training that is ended anywhere, by whatever, on any number of ranks, ends where the undisturbed run ends when it is started again"
-import itertools,os,pytest,random,shutil,signal,sys,time,warnings
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+import itertools,random,shutil
+from copy import copy
 from functools import cache,partial
 from tempfile import TemporaryDirectory
-from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
 from fastdist.state.snapshot import leaves
 from procs import alive
-import survive
 from survive import *
 
 firsts,seconds = (1,2,3),(1,2,3,4)

@@ -78,21 +78,27 @@ class Changes:
     def __init__(self,
         learn:Learner # About to fit
     ):
-        self.learn = learn
+        self.learn,self.sure = learn,None
         self.was = {k:copied(values(o)) for k,o in _owners(learn).items()}
         self.refs = {k:dict(vars(o)) for k,o in _owners(learn).items()}
         self.attrs = copied(snapshot(learn, 'attrs')['attrs'])
 
     def now(self)->dict: # Owner -> attribute -> value
         "Return the present values of attributes that have changed"
-        return {k:_differing(self.was.get(k, {}), values(o)) for k,o in _owners(self.learn).items()}
+        return {k:_differing(self.was.get(k, {}), values(o), (self.sure or {}).get(k, ())) for k,o in _owners(self.learn).items()}
 
     def of_modules(self)->dict: # Attribute of a module, with its name -> value
         "Return the present values of attributes of modules that have changed, such as hidden states"
         now = {k:v for k,v in snapshot(self.learn, 'attrs')['attrs'].items() if kind_of(v)>=Kind.value}
-        return _differing(self.attrs, now)
+        return _differing(self.attrs, now, (self.sure or {}).get('', ()))
 
-def _differing(was, now): return {k:v for k,v in now.items() if k not in was or not same_value(was[k], v)}
+def _differing(was, now, sure): return {k:v for k,v in now.items() if k in sure or k not in was or not same_value(was[k], v)}
+
+# %% ../../nbs/60_state.progress.ipynb #5e71ed02
+@patch
+def settle(self:Changes):
+    "Count the attributes that have changed by now as changed, whatever they come to be; the first call alone has an effect"
+    if self.sure is None: self.sure = {k:{*v} for k,v in self.now().items()} | {'':{*self.of_modules()}}
 
 # %% ../../nbs/60_state.progress.ipynb #2ad5bd0d
 @patch
