@@ -44,3 +44,10 @@ def warm():
     res = Warm()
     yield res.run
     res.close()
+
+def pytest_terminal_summary(terminalreporter, config):
+    "The table of what a training survives: how it was ended, where, and how many of the pairs of numbers of ranks are as they should be"
+    if config.getoption('--whole') is None: return
+    from test_survive import table
+    ended = {kind:[o.nodeid for o in terminalreporter.stats.get(kind, [])] for kind in ('passed','failed')}
+    terminalreporter.write('\n'.join(table(ended))+'\n')

@@ -8,7 +8,8 @@ from fastdist.data.order import order_state
 from fastdist.state.folder import States
 from fastdist.state.progress import values
 from fastdist.state.resume import fits_done
-from fastdist.state.snapshot import named_callbacks,snapshot
+from fastdist.state.snapshot import named_callbacks,same_value,snapshot
+from fastdist.state.values import copied
 
 batch,epochs,steps = 12,(2,3),4 # samples of all ranks; epochs of the two fits; steps of an epoch
 hows = 'kill the first','kill the last','kill all','SIGTERM to one','SIGTERM to all','exception','power cut'
@@ -67,7 +68,7 @@ def hinder(blow, path, rank, size):
     at,calls,fsync,rename,write = [],[],os.fsync,os.rename,States.write
     def is_place(a):
         if blow.where=='between fits': return a['ended'] and a['fit']==blow.fit
-        return not a['ended'] and (a['fit'],a['epoch']*steps+a['batch'])>=(blow.fit,blow.total)
+        return (a['fit'],a['epoch']*steps+a['batch'])>=(blow.fit,blow.total)
     def noting(self, about, *args, **kw):
         at[:],calls[:] = [about,threading.get_ident()],[]
         return write(self, about, *args, **kw)
@@ -112,7 +113,7 @@ def learner(path, size, drop, cbs=(), n=43, width=16, bs=None):
     return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=[accuracy,F1Score(average='macro')], splitter=lambda m: [params(m[0]), params(m[1])],
         path=path, cbs=[*kept, *cbs])
 
-def train(rank, path, size, drop, blow=None, every=None, plain=False, **kw):
+def train(rank, path, size, drop, blow=None, every=None, plain=False, epochs=epochs, **kw):
     "Run the script in one of `size` ranks: without states if there is no `every`; return what it leaves"
     path = Path(path)
     (path/'pids').mkdir(exist_ok=True, parents=True)
@@ -130,6 +131,15 @@ def train(rank, path, size, drop, blow=None, every=None, plain=False, **kw):
         learn.fine_tune(epochs[1], .02, freeze_epochs=epochs[0])
         del learn.unfreeze
         return what_is_left(learn)
+
+def outcome(rank, path, size, **kw):
+    "Try to train; return the name of the error and its text, and whether no file has changed"
+    def files(): return {f:f.read_bytes() for f in path.rglob('*') if f.is_file() and f.name!='.lock' and f.parent.name!='pids'}
+    before,learn = files(),learner(path, size, False, [Checkpoint(path/'states', every=1, minutes=None)], **{k:v for k,v in kw.items() if k!='epochs'})
+    weights = copied(learn.model.state_dict())
+    try:
+        with learn.distrib_ctx(): learn.fine_tune(kw.get('epochs', epochs)[1], .02, freeze_epochs=kw.get('epochs', epochs)[0])
+    except Exception as e: return type(e).__name__,str(e),files()==before and same_value(learn.model.state_dict(), weights),learn.dls.train_ds.reads
 
 def what_is_left(learn):
     "Return all that can be seen of `learn` and what the script would do next"

@@ -1,8 +1,9 @@
 "A training that is ended anywhere, by whatever, on any number of ranks, ends where the undisturbed run ends when it is started again"
-import itertools,random,shutil
+import itertools,os,pytest,random,shutil,warnings
 from copy import copy
 from functools import cache,partial
 from tempfile import TemporaryDirectory
+from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
 from fastdist.state.snapshot import leaves
@@ -90,9 +91,62 @@ def sample(k=14):
 def pytest_generate_tests(metafunc):
     if 'combination' not in metafunc.fixturenames: return
     n = metafunc.config.getoption('--whole')
-    its = sample() if n is None else whole
+    its = sample() if n is None else random.Random(n).sample(whole, len(whole))
     metafunc.parametrize('combination', its, ids=[f'{h}, {w}: {a} then {b}' for h,w,a,b in its])
+
+def table(ended):
+    "Return the lines of the table of all combinations, from the names of the tests that have `passed` and `failed`"
+    count = lambda kind, h, w: sum(f'[{h}, {w}: ' in o for o in ended[kind])
+    cell = lambda h, w: f'{count("failed", h, w)} of {count("failed", h, w)+count("passed", h, w)} failed' if count('failed', h, w) else f'{count("passed", h, w)} ok'
+    return [' '.join(f'{o:14}' for o in row) for row in [['',*wheres], *([h,*(cell(h, w) for w in wheres)] for h in hows)]]
 
 def test_survives(combination, tmp_path, request):
     wrong = survives(tmp_path, *combination, request.config.getoption('--whole') or 0)
     assert not wrong, '\n'.join(wrong[:20])
+
+# What else a script that is started again meets
+
+def ended(path, size):
+    "Begin a training that is asked to stop in the second epoch of its second fit"
+    assert runs(path, size, False, blow=Blow('SIGTERM to all', 'middle', 1, 1, 2, 0), every=1) is None
+
+@pytest.mark.parametrize('size', (1,2))
+def test_what_is_done_is_not_done_again(tmp_path, size):
+    "No step is made and no sample is read, and all is as if it had been trained there"
+    runs(tmp_path, size, True, every=3)
+    res = runs(tmp_path, size, True, every=3)
+    for a,b in zip(undisturbed(size, True), res): test_eq((differences(a, b, True), b['reads']), ([], [0,0]))
+
+foreign = dict(model=(dict(width=20),'another model'), data=(dict(n=44),'number of training samples was 43, is 44'), batch=(dict(bs=5),'samples on all ranks together'),
+    epochs=(dict(epochs=(4,3)),'number of epochs was 2, is 4'))
+
+@pytest.mark.parametrize('size', (1,2))
+def test_a_state_of_another_training_changes_nothing(tmp_path, size):
+    ended(tmp_path, size)
+    for kw,text in foreign.values():
+        for kind,said,same,reads in on_ranks(partial(outcome, path=tmp_path, size=size, **kw), size, join=False):
+            assert kind in ('ResumeError','RankError') and text in said and same and not reads, (kind,said,same,reads)
+    res = runs(tmp_path, size, False, every=1)
+    for a,b in zip(undisturbed(size, False), res): test_eq(differences(a, b, True), [])
+
+def warned(rank, **kw):
+    "Return what `train` does, and the warnings in it"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('default')
+        return train(rank, **kw),[str(o.message) for o in said]
+
+@pytest.mark.parametrize('size', (1,2))
+def test_a_torn_state_is_left_for_the_one_before(tmp_path, size):
+    ended(tmp_path, size)
+    newest = max((tmp_path/'states').glob('0*'))
+    os.truncate(newest/'learner.pt', (newest/'learner.pt').stat().st_size-7)
+    res,said = zip(*on_ranks(partial(warned, path=tmp_path, size=size, drop=False, every=1), size, join=False))
+    test_eq([sum(f'{newest} is not complete' in o for o in texts) for texts in said], [1,0][:size])
+    for a,b in zip(undisturbed(size, False), res): test_eq(differences(a, b, True), [])
+
+def twice(rank, path):
+    learner(path, 1, False, [Checkpoint(path/'states')]).fit(1)
+    with pytest.raises(ResumeError, match='another Learner of this script'): learner(path, 1, False, [Checkpoint(path/'states')]).fit(1)
+    learner(path, 1, False, [Checkpoint(path/'others')]).fit(1)
+
+def test_two_learners_have_two_paths(tmp_path): on_ranks(partial(twice, path=tmp_path), 1, join=False)
