@@ -93,6 +93,12 @@ def wait_for(f):
 
 # The training
 
+class Counts(Callback):
+    "Counts steps of a fit, and of all; it does not say how to keep that"
+    def __init__(self): self.total = 0
+    def before_fit(self): self.n = 0
+    def after_step(self): self.n,self.total = self.n+1,self.total+1
+
 class Samples:
     "Samples of a small problem that count how often they are read"
     def __init__(self, n, seed=0):
@@ -109,7 +115,7 @@ def learner(path, size, drop, cbs=(), n=43, width=16, bs=None):
     dls = DataLoaders.from_dsets(Samples(n), Samples(17, 1), bs=bs or batch//size, num_workers=0, device='cpu', drop_last=False)
     body,head = [nn.Linear(8,width), nn.BatchNorm1d(width), nn.ReLU()],[nn.Dropout(.3 if drop else 0.), nn.Linear(width,3)]
     model = nn.Sequential(nn.Sequential(*body), nn.Sequential(*head))
-    kept = [SaveModelCallback(monitor='accuracy'), EarlyStoppingCallback(patience=3), CSVLogger(append=True)]
+    kept = [SaveModelCallback(monitor='accuracy'), EarlyStoppingCallback(patience=3), CSVLogger(append=True), Counts()]
     return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=[accuracy,F1Score(average='macro')], splitter=lambda m: [params(m[0]), params(m[1])],
         path=path, cbs=[*kept, *cbs])
 
@@ -141,9 +147,17 @@ def outcome(rank, path, size, **kw):
         with learn.distrib_ctx(): learn.fine_tune(kw.get('epochs', epochs)[1], .02, freeze_epochs=kw.get('epochs', epochs)[0])
     except Exception as e: return type(e).__name__,str(e),files()==before and same_value(learn.model.state_dict(), weights),learn.dls.train_ds.reads
 
+def four_fits(rank, path, width):
+    "Train four fits, of whose ends two are kept; return the error, and whether the weights are as they were"
+    learn = learner(path, 1, False, [Checkpoint(path/'states')], width=width)
+    weights = copied(learn.model.state_dict())
+    try:
+        for _ in range(4): learn.fit(1)
+    except ResumeError as e: return str(e),same_value(learn.model.state_dict(), weights)
+
 def what_is_left(learn):
     "Return all that can be seen of `learn` and what the script would do next"
-    owners = {'Learner':learn, **{k:o for k,o in named_callbacks(learn).items() if type(o).__module__.partition('.')[0]=='fastai'}}
+    owners = {'Learner':learn, **{k:o for k,o in named_callbacks(learn).items() if type(o).__module__.partition('.')[0]=='fastai' or type(o) is Counts}}
     seen = {k:values(o)|({} if o is learn else dict(run=o.run)) for k,o in owners.items()}
     for k,v in dict(Learner=('path','logger','fits_by_path'), SaveModelCallback=['last_saved_path'], Recorder=['log']).items():
         for o in v: seen[k].pop(o, None)

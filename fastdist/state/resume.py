@@ -146,7 +146,8 @@ def _read(self:FitRun, facts):
     if state is None or state.about['fit']<self.number: return
     done = state.about['fit']>self.number or state.about['ended']
     if done: state = self.states.find(lambda a: a['fit']==self.number and a['ended']) or self._nearest(state)
-    if state.about['fit']==self.number: check_same_training(state.about['facts'], facts, self.size, state.path)
+    was,here = state.about['facts'],state.about['fit']==self.number
+    check_same_training(was if here else facts|dict(model=was['model']), facts, self.size, state.path)
     return dict(done=done, path=str(state.path), about=state.about, **{k:state.read(k) for k in ('learner','ranks')})
 
 @patch
