@@ -110,13 +110,20 @@ class Samples:
         self.reads += 1
         return self.x[i],self.y[i]
 
+class Net(nn.Module):
+    "Its parts are not in the order in which they are used, so DDP lays its buckets anew"
+    def __init__(self, body, head):
+        super().__init__()
+        self.head,self.body = head,body
+    def forward(self, x): return self.head(self.body(x))
+
 def learner(path, size, drop, cbs=(), n=43, width=16, bs=None):
     set_seed(7)
     dls = DataLoaders.from_dsets(Samples(n), Samples(17, 1), bs=bs or batch//size, num_workers=0, device='cpu', drop_last=False)
     body,head = [nn.Linear(8,width), nn.BatchNorm1d(width), nn.ReLU()],[nn.Dropout(.3 if drop else 0.), nn.Linear(width,3)]
-    model = nn.Sequential(nn.Sequential(*body), nn.Sequential(*head))
+    model = Net(nn.Sequential(*body), nn.Sequential(*head))
     kept = [SaveModelCallback(monitor='accuracy'), EarlyStoppingCallback(patience=3), CSVLogger(append=True), Counts()]
-    return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=[accuracy,F1Score(average='macro')], splitter=lambda m: [params(m[0]), params(m[1])],
+    return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=[accuracy,F1Score(average='macro')], splitter=lambda m: [params(m.body), params(m.head)],
         path=path, cbs=[*kept, *cbs])
 
 def train(rank, path, size, drop, blow=None, every=None, plain=False, epochs=epochs, **kw):

@@ -135,7 +135,7 @@ def test_a_foreign_state_of_a_later_fit(tmp_path):
     "The end of the first fit was not kept, so a later state is put back for it"
     for width in (16,16): test_eq(on_ranks(partial(four_fits, path=tmp_path, width=width), 1, join=False), [None])
     (said,same), = on_ranks(partial(four_fits, path=tmp_path, width=20), 1, join=False)
-    assert 'another model: 0.0.bias was of shape (16,), is of shape (20,)' in said and same
+    assert 'another model: body.0.bias was of shape (16,), is of shape (20,)' in said and same
 
 def warned(rank, **kw):
     "Return what `train` does, and the warnings in it"
