@@ -1547,6 +1547,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/state/progress.py'),
                                          'fastdist.state.progress.check_same_training': ( 'state.progress.html#check_same_training',
                                                                                           'fastdist/state/progress.py'),
+                                         'fastdist.state.progress.mean_left': ( 'state.progress.html#mean_left',
+                                                                                'fastdist/state/progress.py'),
                                          'fastdist.state.progress.name_unsaid': ( 'state.progress.html#name_unsaid',
                                                                                   'fastdist/state/progress.py'),
                                          'fastdist.state.progress.put_back': ('state.progress.html#put_back', 'fastdist/state/progress.py'),

@@ -117,14 +117,14 @@ class Net(nn.Module):
         self.head,self.body = head,body
     def forward(self, x): return self.head(self.body(x))
 
-def learner(path, size, drop, cbs=(), n=43, width=16, bs=None):
+def learner(path, size, drop, cbs=(), n=43, width=16, bs=None, more=noop):
     set_seed(7)
     dls = DataLoaders.from_dsets(Samples(n), Samples(17, 1), bs=bs or batch//size, num_workers=0, device='cpu', drop_last=False)
     body,head = [nn.Linear(8,width), nn.BatchNorm1d(width), nn.ReLU()],[nn.Dropout(.3 if drop else 0.), nn.Linear(width,3)]
     model = Net(nn.Sequential(*body), nn.Sequential(*head))
     kept = [SaveModelCallback(monitor='accuracy'), EarlyStoppingCallback(patience=3), CSVLogger(append=True), Counts()]
     return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=[accuracy,F1Score(average='macro')], splitter=lambda m: [params(m.body), params(m.head)],
-        path=path, cbs=[*kept, *cbs])
+        path=path, cbs=[*kept, *listify(more()), *cbs])
 
 def train(rank, path, size, drop, blow=None, every=None, plain=False, epochs=epochs, **kw):
     "Run the script in one of `size` ranks: without states if there is no `every`; return what it leaves"

@@ -165,3 +165,12 @@ def test_a_model_of_several_buckets(tmp_path):
     whole = runs(tmp_path/'whole', 3, True, **wide)
     ended(tmp_path, 3, True, **wide)
     for a,b in zip(whole, runs(tmp_path, 3, True, every=1, **wide)): test_eq(differences(a, b, True), [])
+
+def windows(): return GradientAccumulation(24)
+
+@pytest.mark.parametrize('first,second', [(1,3), (3,2)])
+def test_gradients_that_no_step_has_used(tmp_path, first, second):
+    "The first fit ends in the midst of a window, whose gradients each rank has a part of, and another number of ranks goes on"
+    (whole,) = runs(tmp_path/'whole', 1, False, more=windows)
+    assert runs(tmp_path, first, False, more=windows, blow=Blow('kill all', 'first step', 1, 0, 0, 0), every=1) is None
+    test_eq(differences(whole, runs(tmp_path, second, False, more=windows, every=1)[0], False), [])

@@ -160,7 +160,7 @@ def _nearest(self:FitRun, newest):
 def put_back(self:FitRun):
     "Write the state that was found into the Learner, but for the random states"
     p = self.plan
-    put_back(self.learn, p['learner'], self._mine(), p['path'])
+    put_back(self.learn, p['learner']|dict(left=mean_left(p['ranks'])), self._mine(), p['path'])
     self.steps,self.before = p['about']['steps'],p['learner']['before']
     if self.cb.layout and not p['done']: self.cb.layout.settle(p['learner']['buckets'])
     for cb in self.learn.cbs: getattr(type(cb), 'after_put_back', noop)(cb)
