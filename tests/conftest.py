@@ -16,6 +16,8 @@ settings.register_profile('same', max_examples=40, deadline=None, derandomize=Tr
 settings.register_profile('search', settings.get_profile('same'), max_examples=5000, derandomize=False) # `pytest --hypothesis-profile search`
 settings.load_profile('same')
 
+def pytest_addoption(parser): parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole table of test_survive.py; a number for other moments')
+
 def pytest_configure(config):
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
 
@@ -42,3 +44,10 @@ def warm():
     res = Warm()
     yield res.run
     res.close()
+
+def pytest_terminal_summary(terminalreporter, config):
+    "The table of what a training survives: how it was ended, where, and how many of the pairs of numbers of ranks are as they should be"
+    if config.getoption('--whole') is None: return
+    from test_survive import table
+    ended = {kind:[o.nodeid for o in terminalreporter.stats.get(kind, [])] for kind in ('passed','failed')}
+    terminalreporter.write('\n'.join(table(ended))+'\n')

@@ -13,7 +13,7 @@ ranks have each for themselves, random states before all, is kept for each rank.
 
 # %% auto #0
 __all__ = ['training_facts', 'check_same_training', 'values', 'Changes', 'name_unsaid', 'stateful', 'taken', 'taken_on_rank',
-           'put_back', 'set_orders']
+           'mean_left', 'put_back', 'set_orders']
 
 # %% ../../nbs/60_state.progress.ipynb #4a84dde5
 import os,pickle
@@ -112,6 +112,7 @@ class Changes:
         "Return the present values of attributes of modules that have changed, such as hidden states"
         return _differing([attrs for _,attrs in self.was], _module_values(self.learn))
 
+
 # %% ../../nbs/60_state.progress.ipynb #2ad5bd0d
 @patch
 def unsaid(self:Changes
@@ -179,11 +180,18 @@ def taken_on_rank(
     left = {n:p.grad for n,p in learn.model.named_parameters() if p.grad is not None} if grads else {}
     return dict(random=global_random(), attrs=changes.of_modules(), changes=mine, left=left)
 
+def mean_left(
+    ranks:list # What `taken_on_rank` returned on each
+)->dict: # Name -> gradient
+    "Return the mean over ranks of the gradients that no step has used, which on any number of ranks has the same mean"
+    names = {n:None for o in ranks for n in o['left']}
+    return {n:sum(o['left'][n] for o in ranks if n in o['left'])/len(ranks) for n in names}
+
 # %% ../../nbs/60_state.progress.ipynb #9dc0fc59
 def put_back(
     learn:Learner, # In a process that has run the script up to the fit
-    state:dict, # From `taken`
-    mine:dict, # From `taken_on_rank`; `None` for a rank that there was not
+    state:dict, # From `taken`; with `left` from `mean_left` for ranks without `mine`
+    mine:dict, # From `taken_on_rank`; `None` on another number of ranks
     path # Folder that `state` was read from
 ):
     "Write `state` into `learn` and its callbacks"
@@ -197,7 +205,7 @@ def put_back(
 # %% ../../nbs/60_state.progress.ipynb #8a715785
 def _grad(name, p, state, mine):
     "Return the gradient that parameter `p` had: what no step has used, zeros, or `None`"
-    left = mine and mine['left'].get(name)
+    left = (mine or state).get('left', {}).get(name)
     return left.to(p.device, copy=True) if left is not None else torch.zeros_like(p) if name in state['had_grads'] else None
 
 def set_orders(

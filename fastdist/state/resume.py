@@ -15,8 +15,8 @@ epoch is drawn again from the random state before it was drawn, and the batches 
 __all__ = ['Checkpoint', 'fits_done', 'FitRun']
 
 # %% ../../nbs/61_state.resume.ipynb #4827fc70
-import math,os,sys,time
-from contextlib import ExitStack,contextmanager
+import json,math,os,sys,time
+from contextlib import ExitStack,contextmanager,suppress
 from inspect import unwrap
 from functools import wraps
 from warnings import warn
@@ -33,6 +33,7 @@ from ..comm.collectives import *
 from ..comm.rng import *
 from ..data.loader import *
 from ..data.order import *
+from .files import *
 from .packing import *
 from .writer import *
 from .folder import *
@@ -154,7 +155,8 @@ def _read(self:FitRun, facts):
     if state is None or state.about['fit']<self.number: return
     done = state.about['fit']>self.number or state.about['ended']
     if done: state = self.states.find(lambda a: a['fit']==self.number and a['ended']) or self._nearest(state)
-    if state.about['fit']==self.number: check_same_training(state.about['facts'], facts, self.size, state.path)
+    was,here = state.about['facts'],state.about['fit']==self.number
+    check_same_training(was if here else facts|dict(model=was['model']), facts, self.size, state.path)
     return dict(done=done, path=str(state.path), about=state.about, **{k:state.read(k) for k in ('learner','ranks')})
 
 @patch
@@ -167,7 +169,7 @@ def _nearest(self:FitRun, newest):
 def put_back(self:FitRun):
     "Write the state that was found into the Learner, but for the random states"
     p = self.plan
-    put_back(self.learn, p['learner'], self._mine(), p['path'])
+    put_back(self.learn, p['learner']|dict(left=mean_left(p['ranks'])), self._mine(), p['path'])
     self.steps,self.before = p['about']['steps'],p['learner']['before']
     if self.cb.layout and not p['done']: self.cb.layout.settle(p['learner']['buckets'])
     for cb in self.learn.cbs: getattr(type(cb), 'after_put_back', noop)(cb)
@@ -368,6 +370,7 @@ def _name_unsaid(self:FitRun):
 def end(self:FitRun):
     "Write the state of the end of the fit"
     self.save(self.learn.n_epoch, 0, ended=True, wait=True)
+    with suppress(OSError): self.rank or self.note.unlink()
     signum = self.signals.agree(self.line)
     if signum: self.stop(signum)
 
@@ -386,6 +389,7 @@ def around(self:Checkpoint,
         if now.line: now.line.begin_fit()
         if now.skip(): return final()
         if now.plan: now.announce()
+        if now.rank==0: now.cut_logs()
         stack.enter_context(now.signals)
         stack.callback(setattr, self, 'now', None)
         self.now = now
@@ -405,14 +409,28 @@ def aside(self:Checkpoint,
 # %% ../../nbs/61_state.resume.ipynb #3a532e8f
 @patch
 def announce(self:FitRun):
-    "Print where the fit goes on, and cut from logs that callbacks append to what this fit has written to them"
+    "Print where the fit goes on"
     at = self.plan['about']
     if at['ranks']==self.size and at['threads']!=torch.get_num_threads(): self._warn(f'The state was made with {at["threads"]} threads, and there are {torch.get_num_threads()} '
         'now, so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
     self.say(f'goes on in fit {self.number}, epoch {at["epoch"]}, batch {at["batch"]}, from {self.plan["path"]}')
-    self.logs = at['logs']
+
+
+# %% ../../nbs/61_state.resume.ipynb #10a9f002
+@patch(as_prop=True)
+def note(self:FitRun)->Path:
+    "Return the file that says how long logs were when this fit began"
+    return self.cb.path/'logs.json'
+
+@patch
+def cut_logs(self:FitRun):
+    "Cut from logs that callbacks append to what an earlier process has written to them in this fit"
+    was = self.plan['about'] if self.plan else json.loads(self.note.read_text()) if self.note.exists() else {}
+    if was.get('fit')==self.number: self.logs |= was['logs']
     for path,size in self.logs.items():
-        if self.rank==0 and os.path.exists(path): os.truncate(path, min(size, os.path.getsize(path)))
+        if os.path.exists(path): os.truncate(path, min(size, os.path.getsize(path)))
+    with suppress(OSError): # the first state will tell of a disk that takes nothing
+        if self.logs: write_whole(lambda f: f.write(json.dumps(dict(fit=self.number, logs=self.logs)).encode()), self.note)
 
 # %% ../../nbs/61_state.resume.ipynb #9e3497e1
 def _checkpoint(learn):
