@@ -146,7 +146,8 @@ scripts = dict(fine_tune=(fine_tune, (4,11)), with_more_between=(with_more_betwe
     trackers=(one_cycle(SaveModelCallback, partial(EarlyStoppingCallback, patience=2, min_delta=9), partial(ReduceLROnPlateau, min_delta=9), epochs=5), (5,16)),
     windows=(one_cycle(partial(GradientAccumulation, 48), partial(GradientClip, .1), every=1), (4,12)), mixup=(one_cycle(MixUp, TerminateOnNaNCallback), (15,)),
     appended=(one_cycle(partial(CSVLogger, append=True)), (5,14)), written=(one_cycle(CSVLogger), (14,)),
-    half=(one_cycle(partial(MixedPrecision, amp_mode='bf16')), (14,)), language_model=(made(language_model), (5,)), text_classifier=(made(text_classifier), (8,)), tabular=(made(tabular), (7,)), norms=(made(normed), (14,)))
+    half=(one_cycle(partial(MixedPrecision, amp_mode='bf16')), (14,)), language_model=(made(language_model), (5,)),
+    text_classifier=(made(text_classifier), (8,)), tabular=(made(tabular), (7,)), norms=(made(normed), (14,)))
 
 @pytest.mark.parametrize('name', scripts)
 def test_it_ends_as_the_undisturbed_run(tmp_path, name):
