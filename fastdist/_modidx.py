@@ -1522,6 +1522,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastdist.state.progress': { 'fastdist.state.progress.Changes': ('state.progress.html#changes', 'fastdist/state/progress.py'),
                                          'fastdist.state.progress.Changes.__init__': ( 'state.progress.html#changes.__init__',
                                                                                        'fastdist/state/progress.py'),
+                                         'fastdist.state.progress.Changes.note': ( 'state.progress.html#changes.note',
+                                                                                   'fastdist/state/progress.py'),
                                          'fastdist.state.progress.Changes.now': ( 'state.progress.html#changes.now',
                                                                                   'fastdist/state/progress.py'),
                                          'fastdist.state.progress.Changes.of_modules': ( 'state.progress.html#changes.of_modules',

@@ -82,17 +82,24 @@ class Changes:
         self.was = {k:copied(values(o)) for k,o in _owners(learn).items()}
         self.refs = {k:dict(vars(o)) for k,o in _owners(learn).items()}
         self.attrs = copied(snapshot(learn, 'attrs')['attrs'])
+        self.noted = {} # owner -> attributes that have changed, though they may be now what they were
 
     def now(self)->dict: # Owner -> attribute -> value
         "Return the present values of attributes that have changed"
-        return {k:_differing(self.was.get(k, {}), values(o)) for k,o in _owners(self.learn).items()}
+        return {k:_differing(self.was.get(k, {}), values(o), self.noted.get(k, ())) for k,o in _owners(self.learn).items()}
 
     def of_modules(self)->dict: # Attribute of a module, with its name -> value
         "Return the present values of attributes of modules that have changed, such as hidden states"
         now = {k:v for k,v in snapshot(self.learn, 'attrs')['attrs'].items() if kind_of(v)>=Kind.value}
         return _differing(self.attrs, now)
 
-def _differing(was, now): return {k:v for k,v in now.items() if k not in was or not same_value(was[k], v)}
+def _differing(was, now, noted=()): return {k:v for k,v in now.items() if k in noted or k not in was or not same_value(was[k], v)}
+
+# %% ../../nbs/60_state.progress.ipynb #fd7aba62
+@patch
+def note(self:Changes):
+    "Let what differs now count as changed from here on"
+    self.noted = {k:set(v) for k,v in self.now().items()}
 
 # %% ../../nbs/60_state.progress.ipynb #2ad5bd0d
 @patch

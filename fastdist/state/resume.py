@@ -208,6 +208,7 @@ def epoch(self:FitRun,
     at,rec = self.plan and self.plan['about'],getattr(self.learn, 'recorder', None)
     if at and not self.rows: self._show_rows()
     if at and self.learn.epoch<at['epoch']: return
+    self.changes.note()
     if at and not at['batch']: self._go_on_between()
     run()
     if rec: self.rows.append(list(rec.log))
@@ -232,6 +233,7 @@ def batches(self:FitRun,
 )->callable:
     "Return `f`, from the batch on at which the state was made"
     learn = self.learn
+    self.changes.note()
     if self.plan and self.size==1 and isinstance(learn.dl, (DataLoader,TorchLoader)): learn.dl = StepDL(learn.dl, 0, 1)
     return partial(self._go_on if self.plan else self._from_start, f)
 
