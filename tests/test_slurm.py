@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 import pytest
 from procs import *
+from test_restart import is_exact
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(480)]
 script = examples/'slurm/train.py'
@@ -14,7 +15,7 @@ host,user = socket.gethostname().partition('.')[0],getpass.getuser()
 conf = """ClusterName=here
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
-AuthInfo=socket={d}/munge.socket
+AuthInfo=socket={d}/munge.socket,cred_expire=5
 SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPidFile={d}/slurmctld.pid
@@ -136,3 +137,12 @@ def test_a_rank_that_is_killed_ends_the_job(cluster):
     os.kill(trains()[1], signal.SIGKILL)
     how,out = finished(job, cluster, 15)
     assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it ended without a word' in out, out[-3000:]
+
+@pytest.mark.parametrize('launcher', ('torchrun','python'))
+def test_a_job_that_is_requeued_goes_on(cluster, launcher):
+    "SLURM signals the batch script, as it does when the time is nearly up"
+    args = f'--chdir {script.parent} --cpus-per-task 1 {script.parent}/requeue.sbatch {launcher} {here}/restarted.py {Path.cwd()}'
+    job = submit(args, cluster | dict(FAULTS='0:slurm:42', RANKS_PER_NODE='1', OMP_NUM_THREADS='1'))
+    how,out = finished(job, cluster, 150)
+    assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'goes on in fit 1' in out and 'Restarts=1' in sh(f'scontrol show job {job}', cluster), out[-3000:]
+    is_exact(Path.cwd(), 2)
