@@ -18,9 +18,12 @@ def digest(learn):
     parts = [o.cpu().numpy().tobytes() for o in learn.model.state_dict().values()]
     return hashlib.sha256(b''.join([*parts, str(learn.recorder.values).encode()])).hexdigest()[:8]
 
-def train(path='states', every=None, cbs=()):
+def get_learner(path, every=None, cbs=()):
     set_seed(42)
-    learn = Learner(get_dls(), get_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=[Checkpoint(path, every), *cbs])
+    return Learner(get_dls(), get_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=[Checkpoint(path, every), *cbs])
+
+def train(path='states', *args):
+    learn = get_learner(path, *args)
     with learn.distrib_ctx(): learn.fine_tune(3, 1e-2)
     if this_world().rank==0: print(f'accuracy: {learn.recorder.values[-1][-1]:.3f}, digest {digest(learn)}')
     return learn

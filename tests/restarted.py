@@ -33,8 +33,10 @@ def main(out, *how):
     if 'head' in how: Accelerator(nprocs=2, compute_setup='cpu').distribute(disturbed, start='fork')(out)
     else: disturbed(out)
 
-def disturbed(out):
-    learn = train(f'{out}/states', 5, [Faulty(out)])
+def disturbed(out): write(out, train(f'{out}/states', 5, [Faulty(out)]))
+
+def write(out, learn):
+    "Keep what the test compares"
     weights = torch.cat([o.flatten() for o in learn.model.state_dict().values()]).tolist()
     if this_world().rank==0: (Path(out)/'numbers').write_text(json.dumps([[list(o) for o in learn.recorder.values], [float(o) for o in learn.recorder.losses], weights]))
 

@@ -2,6 +2,7 @@
 import json,pytest,re,sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from jupyter_client.manager import start_new_kernel
 from tempfile import TemporaryDirectory
 from fastcore.test import test_close,test_eq
 from fastdist import *
@@ -55,3 +56,32 @@ def test_the_same_command_goes_on(warm, tmp_path, how, n):
 def test_a_process_that_is_killed_goes_on(warm, tmp_path):
     for fault,rc in ('0:kill:33',-9),('0:raise:50',1),('',0): warm(sys.executable, script, tmp_path, rc=rc, FAULTS=fault)
     is_exact(tmp_path, 1)
+
+# Notebooks
+
+cells = """import sys,os
+sys.path.append({here!r})
+os.environ['FAULTS'] = '0:SIGINT:30,0:kill:50'
+from restarted import *
+# %%
+learn = get_learner({out!r}+'/states', 5, [Faulty({out!r})])
+# %%
+with learn.distrib_ctx(), learn.no_bar(): learn.fine_tune(3, 1e-2)
+write({out!r}, learn)"""
+
+@pytest.mark.launcher
+def test_a_cell_that_is_run_again_goes_on(tmp_path):
+    "Interrupted in its second fit, run again with the same Learner, and in a new kernel after the first one has died; with a new Learner it returns at once"
+    begin,make,fit = cells.format(here=str(here), out=str(tmp_path)).split('# %%')
+    (km,kc),run = start_new_kernel(),lambda code: kc.execute_interactive(code, timeout=60, output_hook=lambda msg: None)['content']['status']
+    try:
+        test_eq([run(o) for o in (begin,make,fit)], ['ok','ok','error'])
+        kc.execute(fit)
+        await_that(lambda: not km.is_alive(), 60)
+    finally: km.shutdown_kernel(now=True)
+    km,kc = start_new_kernel()
+    try:
+        for _ in range(2):
+            test_eq([run(o) for o in (begin,make,fit)], ['ok']*3)
+            is_exact(tmp_path, 1)
+    finally: km.shutdown_kernel(now=True)
