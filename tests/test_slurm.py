@@ -109,19 +109,19 @@ def cluster():
     if why: pytest.skip(why)
     with TemporaryDirectory(prefix='slurm') as d, ExitStack() as stack: yield start(Path(d), stack)
 
-def submit(args, env):
+def submit(args, env, out='out'):
     "A job of two nodes, whose names nobody resolves"
     meet = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
-    job = sh(f'sbatch --parsable --nodes 2 --output {Path("out").absolute()} {args}', env|meet)
+    job = sh(f'sbatch --parsable --nodes 2 --output {Path(out).absolute()} {args}', env|meet)
     assert job.isdigit(), job
     return job
 
 def state(job, env): return re.search(r'JobState=(\w+)', sh(f'scontrol show job {job}', env))[1]
 
-def finished(job, env, secs):
+def finished(job, env, secs, out='out'):
     "How `job` ended, and what it said"
     await_that(lambda: state(job, env) not in ('PENDING','CONFIGURING','RUNNING','COMPLETING'), secs)
-    return state(job, env),Path('out').read_text()
+    return state(job, env),Path(out).read_text()
 
 @pytest.mark.parametrize('name,source', [('torchrun','torchrun'), ('ranks','srun')])
 def test_a_script_trains_on_two_nodes(cluster, name, source):
@@ -138,11 +138,16 @@ def test_a_rank_that_is_killed_ends_the_job(cluster):
     how,out = finished(job, cluster, 15)
     assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it ended without a word' in out, out[-3000:]
 
-@pytest.mark.parametrize('launcher', ('torchrun','python'))
-def test_a_job_that_is_requeued_goes_on(cluster, launcher):
-    "SLURM signals the batch script, as it does when the time is nearly up"
-    args = f'--chdir {script.parent} --cpus-per-task 1 {script.parent}/requeue.sbatch {launcher} {here}/restarted.py {Path.cwd()}'
-    job = submit(args, cluster | dict(FAULTS='0:slurm:42', RANKS_PER_NODE='1', OMP_NUM_THREADS='1'))
-    how,out = finished(job, cluster, 150)
-    assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'goes on in fit 1' in out and 'Restarts=1' in sh(f'scontrol show job {job}', cluster), out[-3000:]
-    is_exact(Path.cwd(), 2)
+def submit_requeue(launcher, env):
+    "The example's job, in a folder of its own"
+    Path(launcher).mkdir()
+    args = f'--chdir {script.parent} --cpus-per-task 1 {script.parent}/requeue.sbatch {launcher} {here}/restarted.py {Path(launcher).absolute()}'
+    return submit(args, env | dict(FAULTS='0:slurm:42', RANKS_PER_NODE='1', OMP_NUM_THREADS='1'), f'{launcher}/out')
+
+def test_jobs_that_are_requeued_go_on(cluster):
+    "SLURM signals the batch scripts, as it does when the time is nearly up; the jobs run at once"
+    for launcher,job in {o:submit_requeue(o, cluster) for o in ('torchrun','python')}.items():
+        how,out = finished(job, cluster, 150, f'{launcher}/out')
+        assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'goes on in fit 1' in out, out[-3000:]
+        assert 'Restarts=1' in sh(f'scontrol show job {job}', cluster)
+        is_exact(Path(launcher), 2)
