@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 import pytest
 from procs import *
+from test_restart import is_exact
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(480)]
 script = examples/'slurm/train.py'
@@ -14,7 +15,7 @@ host,user = socket.gethostname().partition('.')[0],getpass.getuser()
 conf = """ClusterName=here
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
-AuthInfo=socket={d}/munge.socket
+AuthInfo=socket={d}/munge.socket,cred_expire=5
 SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPidFile={d}/slurmctld.pid
@@ -108,19 +109,19 @@ def cluster():
     if why: pytest.skip(why)
     with TemporaryDirectory(prefix='slurm') as d, ExitStack() as stack: yield start(Path(d), stack)
 
-def submit(args, env):
+def submit(args, env, out='out'):
     "A job of two nodes, whose names nobody resolves"
     meet = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
-    job = sh(f'sbatch --parsable --nodes 2 --output {Path("out").absolute()} {args}', env|meet)
+    job = sh(f'sbatch --parsable --nodes 2 --output {Path(out).absolute()} {args}', env|meet)
     assert job.isdigit(), job
     return job
 
 def state(job, env): return re.search(r'JobState=(\w+)', sh(f'scontrol show job {job}', env))[1]
 
-def finished(job, env, secs):
+def finished(job, env, secs, out='out'):
     "How `job` ended, and what it said"
     await_that(lambda: state(job, env) not in ('PENDING','CONFIGURING','RUNNING','COMPLETING'), secs)
-    return state(job, env),Path('out').read_text()
+    return state(job, env),Path(out).read_text()
 
 @pytest.mark.parametrize('name,source', [('torchrun','torchrun'), ('ranks','srun')])
 def test_a_script_trains_on_two_nodes(cluster, name, source):
@@ -136,3 +137,17 @@ def test_a_rank_that_is_killed_ends_the_job(cluster):
     os.kill(trains()[1], signal.SIGKILL)
     how,out = finished(job, cluster, 15)
     assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it ended without a word' in out, out[-3000:]
+
+def submit_requeue(launcher, env):
+    "The example's job, in a folder of its own"
+    Path(launcher).mkdir()
+    args = f'--chdir {script.parent} --cpus-per-task 1 {script.parent}/requeue.sbatch {launcher} {here}/restarted.py {Path(launcher).absolute()}'
+    return submit(args, env | dict(FAULTS='0:slurm:42', RANKS_PER_NODE='1', OMP_NUM_THREADS='1'), f'{launcher}/out')
+
+def test_jobs_that_are_requeued_go_on(cluster):
+    "SLURM signals the batch scripts, as it does when the time is nearly up; the jobs run at once"
+    for launcher,job in {o:submit_requeue(o, cluster) for o in ('torchrun','python')}.items():
+        how,out = finished(job, cluster, 150, f'{launcher}/out')
+        assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'goes on in fit 1' in out, out[-3000:]
+        assert 'Restarts=1' in sh(f'scontrol show job {job}', cluster)
+        is_exact(Path(launcher), 2)

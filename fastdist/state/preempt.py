@@ -84,7 +84,8 @@ def _end(self:StopSignals, signum, frame):
 @patch
 def _say(self:StopSignals, text):
     w = this_world()
-    line = f'fastdist: {f"rank {w.rank}: " if w.size>1 else ""}{text}\n'
+    start = '\n' if w.rank==0 and sys.stderr.isatty() else '' # a bar of progress leaves the cursor behind it
+    line = f'{start}fastdist: {f"rank {w.rank}: " if w.size>1 else ""}{text}\n'
     try: sys.stderr.write(line)
     except RuntimeError: os.write(2, line.encode()) # it came in the middle of another write
 

@@ -113,6 +113,7 @@ class Changes:
         return _differing([attrs for _,attrs in self.was], _module_values(self.learn))
 
 
+
 # %% ../../nbs/60_state.progress.ipynb #2ad5bd0d
 @patch
 def unsaid(self:Changes

@@ -66,12 +66,12 @@ class Checkpoint(Callback):
         elif event_name=='after_batch' and self.now.stepped: self.now.boundary()
 
 # %% ../../nbs/61_state.resume.ipynb #10a18641
-_last = {} # path -> the Learner that used it last, the cell of the notebook, and whether its fit ended well
+_last = {} # path -> the Learner that used it last, the cell of the notebook, the fits done when the cell began, and whether its fit ended well
 
 def _cell():
-    "Return the number of the cell that a notebook executes, `None` in a script"
+    "Return number and text of the cell that a notebook executes, `None` in a script"
     shell = 'IPython' in sys.modules and sys.modules['IPython'].get_ipython()
-    return shell.execution_count if shell else None
+    return (shell.execution_count,shell.history_manager.input_hist_raw[-1]) if shell else None
 
 def fits_done(
     learn:Learner, # In any state
@@ -84,13 +84,16 @@ def fits_done(
 @contextmanager
 def _counted(learn, path):
     "Count a fit that ends well; raise `ResumeError` if this script has trained another Learner with `path`"
-    key,cell = os.path.abspath(path),_cell()
-    other,where,well = _last.get(key, (lambda: learn,None,False))
+    key,cell,fits = os.path.abspath(path),_cell(),vars(learn).setdefault('fits_by_path', {})
+    other,where,began,well = _last.get(key, (lambda: None,None,0,False))
     if other() is not learn and where==cell and well: raise ResumeError(path, 'states of another Learner of this script', 'give each Learner a path of its own')
-    _last[key] = ref(learn),cell,False
+    again = cell and where and cell[0]!=where[0] and cell[1]==where[1]
+    if other() is learn and again and not well: fits[key] = began
+    now = ref(learn),cell,began if other() is learn and where==cell else fits_done(learn, path)
+    _last[key] = *now,False
     yield
-    _last[key] = ref(learn),cell,True
-    vars(learn).setdefault('fits_by_path', {})[key] = fits_done(learn, path)+1
+    _last[key] = *now,True
+    fits[key] = fits_done(learn, path)+1
 
 # %% ../../nbs/61_state.resume.ipynb #4a8c45d0
 _writers = {} # path -> its `Writer`
