@@ -96,10 +96,11 @@ def _differing(was, now): return {k:v for k,v in now.items() if k not in was or 
 
 # %% ../../nbs/60_state.progress.ipynb #2ad5bd0d
 @patch
-def unsaid(self:Changes
+def unsaid(self:Changes,
+    now:dict=None # From `now` at this moment, if it was called
 )->dict: # Name of a callback -> two lists of attributes: kept as they are, and lost
     "Return the user's callbacks that have changed, and do not say by `state_dict` and `load_state_dict` what they keep"
-    res,now = {},self.now()
+    res,now = {},self.now() if now is None else now
     for k,cb in named_callbacks(self.learn).items():
         if k not in now or not _is_users(cb) or keeps_own_state(cb): continue
         lost = [a for a,v in vars(cb).items() if kind_of(v)==Kind.other and self.refs.get(k, {}).get(a) is not v]
@@ -118,7 +119,8 @@ def name_unsaid(
 _parts = 'model','buffers','modes','grads','attrs','opt','groups','others','loss','scaler','frozen'
 
 def taken(
-    changes:Changes # Since the fit began
+    changes:Changes, # Since the fit began
+    now:dict=None # From `Changes.now` at this moment, if it was called
 )->dict: # Part -> name -> value
     "Return the state of the Learner of `changes`, and what the fit has changed"
     learn = changes.learn
@@ -126,7 +128,8 @@ def taken(
     res['attrs'] = {k:v for k,v in res['attrs'].items() if kind_of(v)>=Kind.value}
     orders = [order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None for dl in getattr(learn.dls, 'loaders', [])]
     had = [n for n,p in learn.model.named_parameters() if p.grad is not None]
-    return res | dict(changes=changes.now(), metrics=[values(m) for m in learn.metrics], own=_own_states(learn), orders=orders, had_grads=had)
+    res |= dict(changes=changes.now() if now is None else now, metrics=[values(m) for m in learn.metrics])
+    return res | dict(own=_own_states(learn), orders=orders, had_grads=had)
 
 def _own_states(learn):
     "Return the states of callbacks that have `state_dict`: a value, or the bytes of its pickle; raise `TypeError` where it has none"
@@ -140,11 +143,12 @@ def _as_file(name, state):
 # %% ../../nbs/60_state.progress.ipynb #42feb686
 def taken_on_rank(
     changes:Changes, # Since the fit began
-    grads:bool=False # Whether there are gradients that no step has used
+    grads:bool=False, # Whether there are gradients that no step has used
+    now:dict=None # From `Changes.now` at this moment, if it was called
 )->dict: # Part -> value
     "Return what this rank alone holds"
     learn = changes.learn
-    mine = {k:v for k,v in changes.now().items() if k!='Learner' and _is_users(_owners(learn)[k])}
+    mine = {k:v for k,v in (changes.now() if now is None else now).items() if k!='Learner' and _is_users(_owners(learn)[k])}
     left = {n:p.grad for n,p in learn.model.named_parameters() if p.grad is not None} if grads else {}
     return dict(random=global_random(), attrs=changes.of_modules(), changes=mine, left=left)
 

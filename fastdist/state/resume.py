@@ -276,7 +276,7 @@ def boundary(self:FitRun):
     if what: self.act(what, self.learn.epoch, self.learn.iter+1)
 
 @patch
-def _asked_here(self:FitRun): return 'stop' if self.signals.asked else 'save' if time.monotonic()>=self.due else None
+def _asked_here(self:FitRun): return 'stop' if self.signals.asked else 'save' if time.monotonic()>=self.due and not self.writer.busy else None
 
 @patch
 def _asked_by_any(self:FitRun):
@@ -319,22 +319,22 @@ def save(self:FitRun,
 ):
     "Write a state of the training; unless `wait`, beside it, and not while another one is being written"
     for cb in self.learn.cbs: getattr(type(cb), 'before_state', noop)(cb)
-    mine = taken_on_rank(self.changes, grads=not batch and self._left_over())
+    mine = taken_on_rank(self.changes, not batch and self._left_over(), now := self.changes.now())
     ranks = gather_objs(mine, dst=0) if self.size>1 else [mine]
     self.buckets = self.cb.layout.orders() if self.cb.layout and not ended else []
     at = dict(fit=self.number, epoch=epoch, batch=batch, ended=ended, steps=self.steps, ranks=self.size, threads=torch.get_num_threads())
-    if self.rank==0: self._write(ranks, at | dict(logs=self.logs, facts=self.facts), wait)
+    if self.rank==0: self._write(now, ranks, at | dict(logs=self.logs, facts=self.facts), wait)
 
 @patch
 def _left_over(self:FitRun): return any(p.grad is not None and bool(p.grad.any()) for p in self.learn.model.parameters())
 
 # %% ../../nbs/61_state.resume.ipynb #f14afd07
 @patch
-def _write(self:FitRun, ranks, about, wait):
+def _write(self:FitRun, now, ranks, about, wait):
     if wait: self.writer.wait()
     if self.writer.busy: return self._say_busy()
-    self._name_unsaid()
-    parts = dict(learner=taken(self.changes)|dict(rows=self.rows, before=self.before, buckets=self.buckets), ranks=ranks)
+    self._name_unsaid(now)
+    parts = dict(learner=taken(self.changes, now)|dict(rows=self.rows, before=self.before, buckets=self.buckets), ranks=ranks)
     check_plain(parts)
     label = f'fit{about["fit"]}-'+('end' if about['ended'] else f'epoch{about["epoch"]}-batch{about["batch"]}')
     self.writer.start(partial(self.states.write, about, pack(parts, copy=True), label, pinned=about['ended'], packed=True))
@@ -347,8 +347,8 @@ def _say_busy(self:FitRun):
     self.told |= {'busy'}
 
 @patch
-def _name_unsaid(self:FitRun):
-    new = {k:o for k,o in self.changes.unsaid().items() if k not in self.told}
+def _name_unsaid(self:FitRun, now):
+    new = {k:o for k,o in self.changes.unsaid(now).items() if k not in self.told}
     if new: warn(name_unsaid(new))
     self.told |= {*new}
 
