@@ -60,7 +60,7 @@ class Checkpoint(Callback):
 
     def __call__(self, event_name):
         "Count a step; all else happens around the events"
-        if self.now is None or not self.learn.training: return
+        if event_name not in ('after_step','after_batch') or self.now is None or not self.learn.training: return
         if event_name=='after_step': self.now.stepped = True
         elif event_name=='after_batch' and self.now.stepped: self.now.boundary()
 
