@@ -13,7 +13,7 @@ from jobs import open_jobs,save,show_table
 from work import samples,works
 
 env = dict(MALLOC_MMAP_THRESHOLD_='1000000000', MALLOC_TRIM_THRESHOLD_='2000000000') # as in `steps.py`
-steps = dict(mlp=300, cnn=20) # of an epoch, even
+steps,block = dict(mlp=300, cnn=40),10 # of an epoch, an even number of blocks; fastdist plans anew where callbacks change, so the first of each block does not count
 epochs,interval = 4,30e3 # the first epoch warms up; milliseconds between two states
 
 def clocks(): return torch.tensor([perf_counter(),thread_time()], dtype=torch.float64)*1e3
@@ -41,16 +41,16 @@ class Saving(Fastai):
         with learn.added_cbs(self.resume.Checkpoint(**self.kw)), learn.distrib_ctx(sync_bn=False) if self.size>1 else nullcontext(): yield
 
     def steps(self, model, w, n, path, odd):
-        "Milliseconds by two clocks of pairs of steps, with and without a `Checkpoint` that writes nothing, in turn in one fit"
+        "Median milliseconds by two clocks of blocks of steps with and without a `Checkpoint` that writes nothing, in turn in one fit"
         self.kw,marks,sets = dict(path=path, minutes=60),[],[]
         def mark(*_):
-            marks.append(clocks())
             if not sets: sets.extend([self.learn.cbs, self.learn.cbs.filter(lambda o: not isinstance(o, self.resume.Checkpoint))])
-            self.learn.cbs = sets[0 if len(marks)%n==0 else (len(marks)+odd)%2]
+            self.learn.cbs = sets[0 if len(marks)%n==n-1 else (len(marks)//block+odd)%2]
+            marks.append(clocks())
         model.register_forward_pre_hook(mark)
         self.fit(model, w, n, 0, epochs)
-        took = torch.stack(marks).view(epochs, n, 2).diff(dim=1)[1:,:n-2].reshape(-1, 2, 2)
-        return (took if odd else took.flip(1)).tolist()
+        took = torch.stack(marks).view(epochs, n//block, block, 2)[1:].diff(dim=2)[:,:,2:].median(dim=2).values.reshape(-1, 2, 2)
+        return (took.flip(1) if odd else took).tolist()
 
     def states(self, model, w, n, path):
         "Milliseconds by two clocks of each state, in the main thread and in that which writes"
