@@ -13,12 +13,14 @@ from fastdist.state.snapshot import leaves
 from collectives import counting
 from learners import digits
 
+of_clock = {'ping','pong','waits','awaited','stands','ask'}
+
 @contextmanager
 def messages():
     "A `Counter` of the messages that this rank sends over the control connection, but for those of the clock"
     sent,send = Counter(),Line.send
     def counted(self, **msg):
-        sent[msg['kind']] += msg['kind'] not in ('ping','pong')
+        sent[msg['kind']] += msg['kind'] not in of_clock
         send(self, **msg)
     with mock.patch.object(Line, 'send', counted): yield sent
 
