@@ -61,6 +61,7 @@
 - `fastdist.state.progress`: What a training has done so far, as values that another process goes on from
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
 - `fastdist.state.resume`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
+- `fastdist.state.run`: Where a fit stands: done, cut off, or new; and how it goes on from a state
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.state.writer`: A thread that writes beside the training, one thing at a time

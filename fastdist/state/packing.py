@@ -18,10 +18,11 @@ take many seconds to write, in which the training beside can hardly move. A list
 __all__ = ['check_plain', 'can_pack', 'pack', 'unpack']
 
 # %% ../../nbs/56_state.packing.ipynb #e8ceb5c3
-import numpy as np,torch
+import itertools,numpy as np,torch
 from collections import Counter,OrderedDict,defaultdict
 from contextlib import suppress
 from io import BytesIO
+from operator import attrgetter
 from pathlib import PosixPath
 from fastcore.all import *
 from fastai.basics import *
@@ -59,6 +60,7 @@ def _to_ordered(o):
     vars(res).update(o[1])
     return res
 
+
 # %% ../../nbs/56_state.packing.ipynb #5e0f11ab
 _factories = {f.__name__:f for f in (list,dict,set,int,float,str,bool)} | {'':None}
 def _of_default(d): return [getattr(d.default_factory, '__name__', ''),dict(d)]
@@ -71,7 +73,7 @@ _table = dict(tuple=(tuple,list,tuple), L=(L,list,L), set=(set,list,set), frozen
     ordered=(OrderedDict,lambda o: [dict(o),vars(o)],_to_ordered), counter=(Counter,dict,Counter), default=(defaultdict,_of_default,_to_default),
     dict=(dict,lambda d: [list(d),list(d.values())],lambda o: dict(zip(*o))),
     int=(int,hex,lambda s: int(s, 16)), floats=(None,None,Tensor.tolist), ints=(None,None,Tensor.tolist), scalars=(None,None,list),
-    tensors=(None,None,lambda t: list(t.unbind())), fastais=(None,None,_to_fastais))
+    tensors=(None,None,lambda t: list(t.unbind())), runs=(None,None,lambda o: [*itertools.chain(*o)]), fastais=(None,None,_to_fastais))
 _types = {cls:name for name,(cls,*_) in _table.items() if cls not in (None,int,dict)}
 _bases = dict(scalar=np.generic, fastai=TensorBase, array=np.memmap)
 
@@ -116,15 +118,27 @@ def can_pack(
 def _stacked(vs):
     "Return the name and one tensor or array for the scalars `vs`, `None` unless they are of one type"
     cls = type(vs[0])
-    if len(vs)<2 or any(type(o) is not cls for o in vs): return None
+    if len(vs)<2 or {*map(type, vs)}!={cls}: return None
     if cls is float: return 'floats',torch.tensor(vs, dtype=torch.float64)
     if cls is int: return ('ints',torch.tensor(vs)) if -2**63<=min(vs) and max(vs)<2**63 else None
     if issubclass(cls, (np.number,np.bool_)): return 'scalars',np.array(vs)
     if cls is not Tensor and not issubclass(cls, TensorBase): return None
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(): # which takes 20 times as long for fastai's classes
-        if any(o.ndim or o.dtype!=vs[0].dtype or o.device!=vs[0].device for o in vs): return None
-        t = torch.stack(vs)
-    return ('tensors',t) if cls is Tensor else ('fastais',[_of_fastai(vs[0])[0],torch.as_subclass(t, Tensor)])
+    t = _stack(vs)
+    return t if t is None else ('tensors',t) if cls is Tensor else ('fastais',[_of_fastai(vs[0])[0],torch.as_subclass(t, Tensor)])
+
+@torch.no_grad()
+def _stack(vs):
+    "Return the scalar tensors `vs` as one tensor, `None` if they have dimensions, or differ in type or device"
+    with torch._C.DisableTorchFunctionSubclass(): # which takes 20 times as long for fastai's classes
+        if vs[0].ndim or len({*map(attrgetter('dtype'), vs)})>1: return None
+        try: return torch.stack(vs)
+        except RuntimeError: return None
+
+def _in_runs(vs):
+    "Return a name and the runs of one type in the scalars `vs`, `None` unless these are long"
+    if len(vs)<64 or not all(map(_is_leaf, {*map(type, vs)})): return None
+    with torch._C.DisableTorchFunctionSubclass(): res = [list(g) for _,g in itertools.groupby(vs, lambda o: (type(o),getattr(o, 'dtype', None)))]
+    return ('runs',res) if 1<len(res)<len(vs)/8 else None
 
 # %% ../../nbs/56_state.packing.ipynb #8dbf4936
 def pack(
@@ -137,7 +151,7 @@ def pack(
     if cls is int and v.bit_length()>1000: return 'int',hex(v)
     if cls in _native: return v
     if cls is list:
-        one = _stacked(v) if v else None
+        one = v and (_stacked(v) or _in_runs(v))
         return (one[0],pack(one[1], copy)) if one else [pack(o, copy) for o in v]
     if cls is dict and all(type(k) in (str,int,float,bool) for k in v): return {k:pack(o, copy) for k,o in v.items()}
     name = _types.get(cls) or ('dict' if cls is dict else first(n for n,c in _bases.items() if isinstance(v, c)))

@@ -74,6 +74,10 @@ def _owners(learn):
 def _is_users(o): return type(o).__module__.partition('.')[0] not in ('fastai','fastcore','fastdist')
 
 # %% ../../nbs/60_state.progress.ipynb #816f187f
+def _noted(vals):
+    "Return a copy of `vals`; the entries of long lists are those of a recorder, which only grows, and to copy them takes seconds"
+    return {k:list(v) if type(v) is list and len(v)>1000 else copied(v) for k,v in vals.items()}
+
 def _kept(vals): return {k:v for k,v in vals.items() if kind_of(v)>=Kind.value and can_pack(v)}
 
 
@@ -100,7 +104,7 @@ class Changes:
 
     def begin(self):
         "Compare with the present values too"
-        self.was.append(({k:copied(_all_values(o)) for k,o in _owners(self.learn).items()},copied(_module_values(self.learn))))
+        self.was.append(({k:_noted(_all_values(o)) for k,o in _owners(self.learn).items()},copied(_module_values(self.learn))))
 
     def before(self, owner): return [vals[owner] for vals,_ in self.was if owner in vals] or [{}]
 
@@ -116,10 +120,11 @@ class Changes:
 
 # %% ../../nbs/60_state.progress.ipynb #2ad5bd0d
 @patch
-def unsaid(self:Changes
+def unsaid(self:Changes,
+    now:dict=None # From `now` at this moment, if it was called
 )->dict: # Name of a callback -> two lists of attributes: kept as they are, and lost
     "Return the user's callbacks that have changed, and do not say by `state_dict` and `load_state_dict` what they keep"
-    res,now = {},self.now()
+    res,now = {},self.now() if now is None else now
     for k,cb in named_callbacks(self.learn).items():
         if k not in now or not _is_users(cb) or keeps_own_state(cb): continue
         lost = [a for a,v in vars(cb).items() if kind_of(v)==Kind.other and self.refs.get(k, {}).get(a) is not v]
@@ -151,7 +156,8 @@ def stateful(
 _parts = 'model','buffers','modes','grads','attrs','opt','groups','others','loss','scaler','frozen'
 
 def taken(
-    changes:Changes # Since the fit began
+    changes:Changes, # Since the fit began
+    now:dict=None # From `Changes.now` at this moment, if it was called
 )->dict: # Part -> name -> value
     "Return the state of the Learner of `changes`, and what the fit has changed"
     learn = changes.learn
@@ -159,7 +165,8 @@ def taken(
     res['attrs'] = _kept(res['attrs'])
     orders = [order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None for dl in getattr(learn.dls, 'loaders', [])]
     had = [n for n,p in learn.model.named_parameters() if p.grad is not None]
-    return res | dict(changes=changes.now(), metrics=[values(m) for m in learn.metrics], own=_own_states(learn), orders=orders, had_grads=had)
+    res |= dict(changes=changes.now() if now is None else now, metrics=[values(m) for m in learn.metrics])
+    return res | dict(own=_own_states(learn), orders=orders, had_grads=had)
 
 def _own_states(learn):
     "Return name -> state of what has `state_dict`: a value, or the bytes of its pickle; raise `TypeError` where it has none"
@@ -173,11 +180,12 @@ def _as_file(name, state):
 # %% ../../nbs/60_state.progress.ipynb #42feb686
 def taken_on_rank(
     changes:Changes, # Since the fit began
-    grads:bool=False # Whether there are gradients that no step has used
+    grads:bool=False, # Whether there are gradients that no step has used
+    now:dict=None # From `Changes.now` at this moment, if it was called
 )->dict: # Part -> value
     "Return what this rank alone holds"
     learn = changes.learn
-    mine = {k:v for k,v in changes.now().items() if k!='Learner' and _is_users(_owners(learn)[k])}
+    mine = {k:v for k,v in (changes.now() if now is None else now).items() if k!='Learner' and _is_users(_owners(learn)[k])}
     left = {n:p.grad for n,p in learn.model.named_parameters() if p.grad is not None} if grads else {}
     return dict(random=global_random(), attrs=changes.of_modules(), changes=mine, left=left)
 
@@ -221,7 +229,7 @@ def set_orders(
 # %% ../../nbs/60_state.progress.ipynb #7278076d
 def _set_changed(learn, owner, vals):
     o = _owners(learn).get(owner)
-    if o is not None: set_attributes(o, vals)
+    if o is not None and not keeps_own_state(o): set_attributes(o, vals)
 
 def _read_own(name, state, path):
     "Return the state of `name`; raise `ResumeError` for a pickle in a folder of another user"

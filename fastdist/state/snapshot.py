@@ -148,10 +148,11 @@ def same_value(
     b # A value
 )->bool: # `False` where the types differ
     "Return whether `a` and `b` are the same, tensors and arrays to the bit"
-    if type(a) is not type(b): return False
+    if a is b or type(a) is not type(b): return a is b
     if isinstance(a, dict): return a.keys()==b.keys() and all(same_value(a[k], b[k]) for k in a)
     if isinstance(a, (list,tuple,L)): return len(a)==len(b) and all(map(same_value, a, b))
-    if isinstance(a, Tensor): return a.dtype==b.dtype and a.shape==b.shape and torch.equal(a.cpu(), b.cpu())
+    if isinstance(a, Tensor):
+        with torch._C.DisableTorchFunctionSubclass(): return a.dtype==b.dtype and a.shape==b.shape and torch.equal(a.cpu(), b.cpu()) # 15 times as fast for fastai's classes
     return np.array_equal(a, b) if isinstance(a, np.ndarray) else a==b
 
 def _restore_model(model, snap):

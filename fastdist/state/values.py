@@ -47,7 +47,12 @@ def kind_of(
     if isinstance(v, _refers) or id(v) in seen: return Kind.refers if isinstance(v, _refers) else Kind.value
     if not isinstance(v, _boxes): return Kind.value if isinstance(v, _leaves) else Kind.other
     own,seen = Kind.plain if type(v) in (list,tuple,dict,OrderedDict) else Kind.value,(*seen,id(v))
-    return min([own, *(kind_of(o, seen) for o in (v.values() if isinstance(v, dict) else v))])
+    return min([own, *(kind_of(o, seen) for o in _deciding(v.values() if isinstance(v, dict) else v))])
+
+def _deciding(its):
+    "Return one of each type in `its`, all where one is a container: a list of 100,000 losses is judged in milliseconds"
+    one = dict(zip(map(type, its), its))
+    return its if any(isinstance(o, _boxes) for o in one.values()) else one.values()
 
 # %% ../../nbs/51_state.values.ipynb #1e79fc32
 def copied(
