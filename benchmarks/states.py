@@ -55,7 +55,7 @@ class Saving(Fastai):
     def states(self, model, w, n, path):
         "Milliseconds by two clocks of each state, in the main thread and in that which writes"
         self.kw,main,writer = dict(path=path, minutes=None, every=n, keep=1),[],[]
-        with timing(self.resume.FitRun, 'save', main), timing(self.resume.States, 'write', writer): self.fit(model, w, n, 0, epochs)
+        with timing(self.resume.SavingRun, 'save', main), timing(self.resume.States, 'write', writer): self.fit(model, w, n, 0, epochs)
         return dict(main=main[1:-1], writer=writer[1:-1])
 
     def large(self, model, w, path, what):
@@ -63,7 +63,7 @@ class Saving(Fastai):
         main,writer,took = [],[],[]
         learn = larges[what]()
         learn.add_cb(self.resume.Checkpoint(path, every=1, minutes=None))
-        with timing(self.resume.FitRun, 'save', main), watching(self.resume.FitRun, took), timing(self.resume.States, 'write', writer):
+        with timing(self.resume.SavingRun, 'save', main), watching(self.resume.SavingRun, took), timing(self.resume.States, 'write', writer):
             with learn.no_bar(), learn.no_logging(): learn.fit(1)
         return dict(main=main[:-1], writer=writer[:-1], memory=took[:-1])
 

@@ -6,7 +6,7 @@ from fastai.callback.all import *
 from learners import *
 from fastdist import *
 from fastdist.comm.rng import global_random
-from fastdist.state import resume
+from fastdist.state import run as fit_run
 from procs import *
 
 class Kill(Callback):
@@ -15,7 +15,7 @@ class Kill(Callback):
     def __init__(self, at): self.at,self.n = at,0
     def after_batch(self):
         self.n += self.training
-        for o in resume._writers.values(): o.wait()
+        for o in fit_run._writers.values(): o.wait()
         if self.training and self.n==self.at: os.kill(os.getpid(), signal.SIGKILL)
 Kill.__module__ = 'fastdist.tests' # a user's would be named, as it counts
 
@@ -185,7 +185,7 @@ def test_a_callback_says_itself_what_it_keeps(tmp_path, v): assert 'Own' not in 
 
 def test_a_state_that_cannot_be_pickled_is_an_error_by_name(tmp_path):
     rc,said,_ = process(one_cycle(partial(Own, lambda: 0)), None, tmp_path)
-    assert rc==1 and 'TypeError: The state_dict of the callback Own cannot be pickled' in said
+    assert rc==1 and 'TypeError: The state_dict of Own cannot be pickled' in said
 
 # Plain scripts, with data workers and without a guard
 

@@ -206,3 +206,14 @@ def test_a_fence_that_came_too_late_is_set_anew():
         line.begin_steps(0)
         line._on_fence(rank=0, n=1, gen=0, base=0)
         test_eq((line.step,line.fence), (7,9))
+
+def leaves_at_once(rank):
+    send = Line.send
+    def slow(self, **msg):
+        if msg['kind']=='all' and self is [*line.lines.values()][-1]: time.sleep(.5) # the other one has left by then
+        send(self, **msg)
+    with WatchedConnection(this_world()).open() as line, mock.patch.object(Line, 'send', slow):
+        if rank==0: time.sleep(.2) # the last to come tells the others, from its main thread
+        line.meet()
+
+def test_a_rank_may_leave_while_another_has_not_heard_that_all_have_met(): on_ranks(leaves_at_once, 3)

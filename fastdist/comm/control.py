@@ -40,6 +40,7 @@ class ControlConnection:
         self.parent,self.vote_up = 0 if world.rank else None,None # the rank over whose line this one reaches rank 0; the line for its own vote
         self.left,self.leaving = set(),[] # ranks that said goodbye; those of them of whom rank 0 has not told the others yet
         self.news = threading.Condition() # for what both threads change
+        self.sending = threading.RLock() # so that a message has gone to all before the next one goes to any
         self.ident,self.thread,self.closed,self.looked = threading.get_ident(),None,False,time.monotonic()
         self.server,self.sel = None,selectors.DefaultSelector()
         self.wake,woken = socket.socketpair()
@@ -170,8 +171,9 @@ def _handle(self:ControlConnection, msg, line):
 @patch
 def _send(self:ControlConnection, but=None, **msg):
     "Send `msg` to all connected ranks except `but`"
-    for o in list(self.lines.values()):
-        if o.rank!=but and o.rank not in self.left: o.send(**msg)
+    with self.sending:
+        for o in list(self.lines.values()):
+            if o.rank!=but and o.rank not in self.left: o.send(**msg)
 
 @patch
 def send_to(self:ControlConnection,
