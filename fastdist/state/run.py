@@ -16,7 +16,7 @@ __all__ = ['fits_done', 'counted_fit', 'FitRun']
 import json,math,os,sys,time
 from contextlib import contextmanager,suppress
 from warnings import warn
-from weakref import WeakKeyDictionary,ref
+from weakref import WeakKeyDictionary,WeakSet,ref
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger,ProgressCallback
@@ -69,6 +69,7 @@ def counted_fit(
 
 # %% ../../nbs/61_state.run.ipynb #4a8c45d0
 _writers = {} # path -> its `Writer`
+_skipped = WeakSet() # Learners that have not made a fit that was done
 _firsts = WeakKeyDictionary() # Learner -> path -> values before its first fit
 
 class FitRun:
@@ -122,7 +123,8 @@ def find(self:FitRun)->dict: # `None` where there is nothing to go on from
     facts = training_facts(self.learn, self._batch())
     self.facts,plan = facts,self._read(facts) if self.rank==0 else None
     plan = broadcast_obj(plan) if self.size>1 else plan
-    if plan: getattr(self.learn.dls, 'n_inp', None) # with the first batch of a process, fastai reads an item for it, which may draw random numbers
+    if not plan['done'] if plan else self.learn in _skipped:
+        with kept_random(*self.learn.dls.loaders): getattr(self.learn.dls, 'n_inp', None) # fastai reads an item for it
     return plan
 
 @patch
@@ -170,6 +172,7 @@ def set_random(self:FitRun,
 def skip(self:FitRun)->bool:
     "Put the Learner in the state of the end of this fit, if the fit is done; return whether it is"
     if not self.plan or not self.plan['done']: return False
+    _skipped.add(self.learn)
     self.put_back()
     self.set_random()
     self.say(f'fit {self.number} is done, its end was read from {self.plan["path"]}')
