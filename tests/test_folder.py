@@ -210,7 +210,13 @@ def test_a_pickle_is_refused_and_never_run(tmp_path):
     with expect_fail(UnpicklingError, str(file)): s.read('learner')
     assert not Path('pwned').exists()
 
-def test_newest_and_pinned_stay(tmp_path):
+def test_ends_of_ten_fits_stay(tmp_path):
+    states = States(tmp_path, keep=2)
+    for i in range(14): written(states, i, 10, pinned=i<12)
+    test_eq([int(o.rpartition('batch')[2]) for o in names(tmp_path)], range(2, 14))
+
+def test_newest_and_pinned_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(States, 'pins', 2)
     states = States(tmp_path/'a/b', keep=2)
     test_eq(states.newest(), None)
     for i in range(10): written(states, i, pinned=i in (1,3,4))

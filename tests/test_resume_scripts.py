@@ -7,6 +7,7 @@ from learners import *
 from fastdist import *
 from fastdist.comm.rng import global_random
 from fastdist.state import run as fit_run
+from fastdist.state.folder import States
 from procs import *
 
 class Kill(Callback):
@@ -83,6 +84,7 @@ def one_cycle(*mk, epochs=3, **kw):
     return f
 
 def with_more_between(kill):
+    States.pins = 1
     learn = ten(cut(keep=1), kill, splitter=lambda m: [params(m[0]),params(m[1:])])
     learn.freeze_to(1)
     learn.fit(1)
@@ -111,6 +113,7 @@ def alike(kill):
 
 def one_end_kept(kill):
     "What the first fit alone changes, as the names of metrics, is not in the state of its end any more"
+    States.pins = 1
     learn = ten(cut(keep=1), kill)
     for _ in range(3): learn.fit(1)
     return learn

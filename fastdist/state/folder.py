@@ -119,7 +119,8 @@ def _sync(path):
     finally: os.close(fd)
 
 class States:
-    "A folder of states at `path`, of which the newest `keep` stay, and the newest `keep` of those that are pinned"
+    "A folder of states at `path`, of which the newest `keep` stay, and the newest ten of those that are pinned"
+    pins = 10 # a script has few fits, and the ends of all are wanted when it is run again; one with hundreds must not fill the disk
     def __init__(self,
         path, # Folder; made by the first `write`
         keep:int=2 # 1 or more
@@ -233,7 +234,7 @@ def _prune(self:States):
     "Remove the states that neither are among the newest nor pinned, and those that are torn"
     records = {p:self._record(p) for p in self._paths().values() if p not in self.torn}
     mine = {p:r for p,r in records.items() if r and not _faults(p, r, sums=False)}
-    stay = {*list(mine)[:self.keep], *[p for p,r in mine.items() if r['pinned']][:self.keep]}
+    stay = {*list(mine)[:self.keep], *[p for p,r in mine.items() if r['pinned']][:max(self.keep, self.pins)]}
     torn = [p for p in self._paths().values() if p not in mine and self.torn.get(p, True) and _is_ours(p)]
     for p in [*(mine.keys()-stay), *torn]: _remove(p)
 

@@ -39,7 +39,7 @@ class Checkpoint(Callback):
         path, # Folder for the states of one Learner; made when the first is written
         every:int=None, # Steps of the optimizer between two states; by time alone where `None`
         minutes:float=10, # Minutes between two states; by `every` alone where `None`
-        keep:int=2 # Number of newest states that stay, and of ends of fits
+        keep:int=2 # Number of newest states that stay; the ends of the last ten fits stay too, or of `keep` where that is more
     ):
         self.path,self.every,self.minutes,self.keep = Path(path),every,minutes,keep
         for k,kind in dict(every=int, minutes=(int,float), keep=int).items(): self._check(k, getattr(self, k), kind)
