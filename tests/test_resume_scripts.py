@@ -111,6 +111,11 @@ def alike(kill):
     learn.fit(2, cbs=cut())
     return learn
 
+class OtherLoader(Callback):
+    "Trains the second epoch on larger batches, as those do who let images grow"
+    def before_train(self):
+        if self.epoch==1: self.learn.dl = self.dls.train.new(bs=20)
+
 def one_end_kept(kill):
     "What the first fit alone changes, as the names of metrics, is not in the state of its end any more"
     States.pins = 1
@@ -150,7 +155,8 @@ scripts = dict(fine_tune=(fine_tune, (4,11)), with_more_between=(with_more_betwe
     windows=(one_cycle(partial(GradientAccumulation, 48), partial(GradientClip, .1), every=1), (4,12)), mixup=(one_cycle(MixUp, TerminateOnNaNCallback), (15,)),
     appended=(one_cycle(partial(CSVLogger, append=True)), (5,14)), written=(one_cycle(CSVLogger), (14,)),
     half=(one_cycle(partial(MixedPrecision, amp_mode='bf16')), (14,)), language_model=(made(language_model), (5,)),
-    text_classifier=(made(text_classifier), (8,)), tabular=(made(tabular), (7,)), norms=(made(normed), (14,)))
+    text_classifier=(made(text_classifier), (8,)), tabular=(made(tabular), (7,)), norms=(made(normed), (14,)),
+    short=(one_cycle(partial(ShortEpochCallback, .65)), (12,)), other_loader=(one_cycle(OtherLoader), (14,)))
 
 @pytest.mark.parametrize('name', scripts)
 def test_it_ends_as_the_undisturbed_run(tmp_path, name):

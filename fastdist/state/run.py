@@ -75,7 +75,7 @@ _firsts = WeakKeyDictionary() # Learner -> path -> values before its first fit
 class FitRun:
     "One fit of a Learner with a `Checkpoint`"
     plan = before = share = None # what was found; random states before the order of the epoch; the loader's share in one process
-    begun = drawn = False # whether a pass over the loader has begun in this process; whether the share has drawn the order from which the epoch goes on
+    begun = False # whether a pass over the loader has begun in this process
     def __init__(self,
         cb # A `Checkpoint`, on a Learner that begins to fit
     ):
@@ -196,7 +196,6 @@ def epoch(self:FitRun,
 ):
     "Call `run` unless the epoch was done"
     at,rec = self.plan and self.plan['about'],getattr(self.learn, 'recorder', None)
-
     if at and not self.rows: self._show_rows()
     if at and self.learn.epoch<at['epoch']: return
     if at and not at['batch']: self._go_on_between()
@@ -255,20 +254,19 @@ def _begin(self:FitRun):
 @patch
 def _go_on(self:FitRun, f):
     dl,batch = self._current(),self.plan['about']['batch']
-    if not isinstance(dl, DistributedDL): raise self._no_share(dl)
+    if self.size==1 and not isinstance(dl, DistributedDL): dl = self.learn.dl = StepDL(dl, 0, 1) # another loader that a callback has put there
     self._begin()
     self.put_back()
     if self.rank==0: set_global_random(self.before[0])
     set_order_state(dl, self.before[1])
     dl.resume_at(batch, partial(self._set_drawn, dl.dl), self.before[1]['alive'])
     with _numbered_from(self.learn, batch): f()
-    if not self.drawn: raise self._no_share(self.learn.dl)
-    self.plan = None
+    if self.plan: raise self._no_share(self.learn.dl)
 
 @patch
 def _set_drawn(self:FitRun, dl):
-    self.drawn = True
     self.set_random(dl)
+    self.plan = None
 
 @patch
 def _no_share(self:FitRun, dl):
