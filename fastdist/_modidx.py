@@ -1449,6 +1449,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.state.folder._fault': ('state.folder.html#_fault', 'fastdist/state/folder.py'),
                                        'fastdist.state.folder._faults': ('state.folder.html#_faults', 'fastdist/state/folder.py'),
                                        'fastdist.state.folder._fill_state': ('state.folder.html#_fill_state', 'fastdist/state/folder.py'),
+                                       'fastdist.state.folder._is_free': ('state.folder.html#_is_free', 'fastdist/state/folder.py'),
                                        'fastdist.state.folder._is_ours': ('state.folder.html#_is_ours', 'fastdist/state/folder.py'),
                                        'fastdist.state.folder._json': ('state.folder.html#_json', 'fastdist/state/folder.py'),
                                        'fastdist.state.folder._listing': ('state.folder.html#_listing', 'fastdist/state/folder.py'),

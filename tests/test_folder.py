@@ -339,8 +339,8 @@ def test_a_second_job_on_one_path_is_told_who_has_it(child, tmp_path):
     assert mine.poll(20)
     pid = mine.recv()
     try:
-        with expect_fail(RuntimeError, f'process {p.pid} on {socket.gethostname()}'), in_use(tmp_path/'run'): pass
-        with expect_fail(RuntimeError, str(tmp_path/'run')), in_use(str(tmp_path/'run')): pass
+        with expect_fail(RuntimeError, f'process {p.pid} on {socket.gethostname()}'), in_use(tmp_path/'run', 0): pass
+        with expect_fail(RuntimeError, str(tmp_path/'run')), in_use(str(tmp_path/'run'), 0): pass
         p.kill()
         p.join()
         with in_use(tmp_path/'run'): pass
@@ -356,5 +356,5 @@ def test_a_child_does_not_end_the_use_of_its_parent(tmp_path):
         p.start()
         p.join()
         test_eq(p.exitcode, 0)
-        with expect_fail(RuntimeError, f'process {os.getpid()} on'), in_use(tmp_path): pass
+        with expect_fail(RuntimeError, f'process {os.getpid()} on'), in_use(tmp_path, 0): pass
     with in_use(tmp_path): pass

@@ -19,7 +19,7 @@ One job at a time owns the folder."""
 __all__ = ['State', 'States', 'in_use']
 
 # %% ../../nbs/58_state.folder.ipynb #7773125e
-import errno,json,os,re,shutil,socket,torch,zlib
+import errno,json,os,re,shutil,socket,time,torch,zlib
 from contextlib import contextmanager,suppress
 from datetime import datetime
 from fcntl import flock,LOCK_EX,LOCK_NB
@@ -247,17 +247,25 @@ def _unlock_child():
 os.register_at_fork(after_in_child=_unlock_child)
 
 # %% ../../nbs/58_state.folder.ipynb #7a7a4244
-def _lock(path):
+def _lock(path, wait):
     "Return a file in folder `path` that is locked, `None` where there are no locks or no folder can be made"
     try:
         path.mkdir(parents=True, exist_ok=True)
         f = open(path/'.lock', 'a+b', buffering=0)
     except OSError: return None
     _locked.add(f)
-    try: flock(f, LOCK_EX|LOCK_NB)
+    try: return f if _is_free(f, wait) else None
     except BlockingIOError: raise _taken(path, f) from None
-    except OSError: return f.close()
-    return f
+
+def _is_free(f, wait):
+    "Lock `f`, and return whether files can be locked; raise `BlockingIOError` if another process has it for longer than `wait` seconds"
+    end = time.monotonic()+wait
+    while True:
+        try: return flock(f, LOCK_EX|LOCK_NB) is None
+        except BlockingIOError:
+            if time.monotonic()>end: raise
+        except OSError: return f.close() is not None
+        time.sleep(.05)
 
 def _taken(path, f):
     "Return the error for folder `path`, whose lock file `f` another one holds"
@@ -270,10 +278,11 @@ def _taken(path, f):
 # %% ../../nbs/58_state.folder.ipynb #a65a96dc
 @contextmanager
 def in_use(
-    path # Folder
+    path, # Folder
+    wait:float=5. # Seconds for which one that is about to end may have it
 ):
     "Return a context manager in which no other has `path` in use; raise `RuntimeError`, with host and pid, if one has. Without effect where files cannot be locked"
-    f = _lock(Path(path))
+    f = _lock(Path(path), wait)
     try:
         if f: _sign(f)
         yield
