@@ -1550,8 +1550,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastdist.state.progress._fitting_batch': ( 'state.progress.html#_fitting_batch',
                                                                                      'fastdist/state/progress.py'),
                                          'fastdist.state.progress._grad': ('state.progress.html#_grad', 'fastdist/state/progress.py'),
-                                         'fastdist.state.progress._has_state': ( 'state.progress.html#_has_state',
-                                                                                 'fastdist/state/progress.py'),
                                          'fastdist.state.progress._is_users': ( 'state.progress.html#_is_users',
                                                                                 'fastdist/state/progress.py'),
                                          'fastdist.state.progress._kept': ('state.progress.html#_kept', 'fastdist/state/progress.py'),

@@ -141,15 +141,13 @@ def name_unsaid(
     return ' '.join(f'{k} goes on with {tell(*o)}.' for k,o in found.items())+' HINT: give it state_dict() and load_state_dict(state) to keep what it needs'
 
 # %% ../../nbs/60_state.progress.ipynb #7a5e0002
-def _has_state(o): return all(callable(getattr(type(o), k, None)) for k in ('state_dict','load_state_dict'))
-
 def stateful(
     learn:Learner # With callbacks
 )->dict: # Name -> object
     "Return the callbacks that have `state_dict` and `load_state_dict`, and what those without and the Learner hold that has them, such as an averaged model"
     cbs = named_callbacks(learn)
     known = {id(o) for o in (learn.model, learn.opt, learn.loss_func, learn.opt_func, getattr(learn, 'scaler', None), *learn.model.modules())}
-    held = {f'{k}.{a}':v for k,o in _owners(learn).items() if not keeps_own_state(o) for a,v in vars(o).items() if id(v) not in known and _has_state(v)}
+    held = {f'{k}.{a}':v for k,o in _owners(learn).items() if not keeps_own_state(o) for a,v in vars(o).items() if id(v) not in known and keeps_own_state(v)}
     return {k:cb for k,cb in cbs.items() if keeps_own_state(cb)} | held
 
 # %% ../../nbs/60_state.progress.ipynb #f114f6f8

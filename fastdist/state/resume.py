@@ -71,7 +71,8 @@ def boundary(self:SavingRun):
     self.stepped,self.steps = False,self.steps+1
     what = self._asked_here() if self.size==1 else self._asked_by_any()
     if what is None and self.cb.every and self.steps%self.cb.every==0: what = 'save'
-    if what: self.act(what, self.learn.epoch, self.learn.iter+1)
+    if what=='save' and self.size==1 and self.writer.busy: self._put_off()
+    elif what: self.act(what, self.learn.epoch, self.learn.iter+1)
 
 @patch
 def _asked_here(self:SavingRun): return 'stop' if self.signals.asked else 'save' if time.monotonic()>=self.due and not self.writer.busy else None
@@ -94,7 +95,7 @@ def act(self:SavingRun,
     batch:int # Its number in the epoch
 ):
     "Write a state, and stop where `what` is 'stop'; at the end of the epoch, where states are made between epochs only"
-    self.owed = what if self.whole_epochs and batch else None
+    self.owed = ('stop' if self.owed=='stop' else what) if self.whole_epochs and batch else None
     if self.owed: return
     self.save(epoch, batch, wait=what=='stop')
     if what=='stop': self.stop(self.signals.agree(self.line))

@@ -95,10 +95,10 @@ def named_callbacks(
     return res
 
 def keeps_own_state(
-    cb # A callback
+    o # A callback, or any other object
 )->bool:
-    "Return whether the class of `cb` has `state_dict` and `load_state_dict`"
-    return all(hasattr(type(cb), k) for k in ('state_dict','load_state_dict'))
+    "Return whether the class of `o` has `state_dict` and `load_state_dict`"
+    return all(hasattr(type(o), k) for k in ('state_dict','load_state_dict'))
 
 
 

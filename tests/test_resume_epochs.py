@@ -1,0 +1,26 @@
+"Metrics of training on several ranks: states are made between epochs only, and a signal stops there"
+import os,signal
+from fastcore.test import test_eq
+from fastai.basics import *
+from fastdist import *
+
+class Ask(Callback):
+    "Sends this process a signal in the second epoch, before its last steps"
+    def after_batch(self):
+        if self.training and (self.epoch,self.iter)==(1,1): os.kill(os.getpid(), signal.SIGUSR1)
+
+def train(rank, path, ask):
+    set_seed(1)
+    data = list(zip(torch.randn(40,4), torch.randn(40,1)))
+    dls = DataLoaders.from_dsets(data[:30], data[30:], bs=3, num_workers=0)
+    learn = Learner(dls, nn.Linear(4,1), loss_func=MSELossFlat(), metrics=mae, cbs=[Checkpoint(path, every=1), *([Ask()] if ask and rank else [])])
+    learn.recorder.train_metrics = True
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+        try: learn.fit(4)
+        except Preempted as e: return learn.epoch,e.signum
+    return [list(o) for o in learn.recorder.values],[p.detach().clone() for p in learn.model.parameters()]
+
+def test_a_signal_stops_at_the_end_of_its_epoch_though_states_are_due_after_it(tmp_path):
+    whole = on_ranks(lambda rank: train(rank, tmp_path/'whole', False), join=False)
+    test_eq(on_ranks(lambda rank: train(rank, tmp_path/'cut', True), join=False), [(1,signal.SIGUSR1)]*2)
+    test_eq(on_ranks(lambda rank: train(rank, tmp_path/'cut', False), join=False), whole)
