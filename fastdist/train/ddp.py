@@ -19,13 +19,12 @@ from fastcore.all import *
 from fastai.basics import *
 from ..job.accelerate import *
 from ..comm.collectives import *
-from ..evaluate.loss import *
 from ..state.replicas import *
 from .buckets import *
 from .batchnorm import *
 from .running import *
 from .gradients import *
-from .layout import *
+from .joint import *
 
 # %% ../../nbs/75_train.ddp.ipynb #9f23a1af
 class Carrier(nn.Module):
@@ -42,22 +41,20 @@ class Carrier(nn.Module):
         return self.model(*args, **kwargs)
 
 # %% ../../nbs/75_train.ddp.ipynb #b73156d3
-class Replicated(Layout):
+class Replicated(Joint):
     "Layout in which each rank holds the whole model, and DDP averages gradients"
     def __init__(self,
         live:ProcessAccelerator, # Makes the wrappers
-        exchanges, # The control connection's `Exchanges`
-        sync_bn=True # Whether batch norm counts the samples of all ranks
+        exchanges, # As for `Joint`
+        sync_bn=True # As for `Joint`
     ):
-        self.live,self.exchanges,self.sync_bn,self.size = live,exchanges,sync_bn,live.world.size
-        super().__init__()
+        self.live = live
+        super().__init__(exchanges, live.world.size, sync_bn)
 
     def forget(self):
-        "Also restore batch norms, and let Accelerate forget the wrappers"
-        unsync_bn(self.swaps)
-        if 'means' in vars(self): self.means.weigh(1.)
+        "Also let Accelerate forget the wrappers"
         super().forget()
-        self.swaps,self.means,self.part,self.carry,self.waits,self.bare,self.shared,self.known = [],RunningMeans([]),1.,None,False,False,[],[]
+        self.carry,self.waits,self.bare,self.known = None,False,False,[]
         self.live.forget()
 
 # %% ../../nbs/75_train.ddp.ipynb #7dd7464f
@@ -68,20 +65,7 @@ def _make(self:Replicated, trained):
         through = self.live.prepare(trained.model, Carrier, running_norms(trained.model).values())
         return through,self.live.carry,self._laid(Buckets(through))
 
-@patch
-def wrap(self:Replicated, learn):
-    "Also synchronise the norms of a model that was not wrapped last"
-    other = super(Replicated, self).wrap(learn)
-    if other: self._sync_norms(learn.model)
-    return other
 
-# %% ../../nbs/75_train.ddp.ipynb #ad3ea34c
-@patch
-def _sync_norms(self:Replicated, model):
-    unsync_bn(self.swaps)
-    self.means.weigh(1.)
-    self.swaps,self.part = sync_bn(model) if self.sync_bn else [],1.
-    self.means = RunningMeans([m for o in self.models for m in running_norms(o).values()])
 
 # %% ../../nbs/75_train.ddp.ipynb #6c6ef4b4
 @patch
@@ -109,26 +93,7 @@ def _laid(self:Replicated, buckets):
 @patch
 def _use(self:Replicated, learn, through, carry, buckets):
     self.through,self.carry = through,carry
-    new = [p for p in (*self.trained.others,*loss_module(learn.loss_func).buffers()) if not any(p is o for o in self.shared)]
-    self.shared += new
-    if not new: return
-    with torch.no_grad():
-        for p,v in zip(new, broadcast_obj([p.detach().cpu() for p in new])): p.copy_(v)
-
-# %% ../../nbs/75_train.ddp.ipynb #987a1a32
-@patch
-def weigh(self:Replicated, part):
-    "Weigh running means by `part`; batch norms leave out samples that only make the step"
-    self.means.weigh(part)
-    for m,_,new in self.swaps:
-        if new: m.padding = part==0
-    self.part = part
-
-@patch
-def share_tracked(self:Replicated, moved=True):
-    "Average running means, and return their buffers and those of synchronised batch norms"
-    if moved: self.means.average()
-    return {id(b) for m in (*self.means.mods, *(m for m,_,new in self.swaps if new)) for b in m.buffers()}
+    self._share_others(learn)
 
 # %% ../../nbs/75_train.ddp.ipynb #1f539133
 @patch

@@ -16,6 +16,7 @@ Here one object, a `Layout`, does all of it. The trainer and the callbacks aroun
 | `orders`, `settle` | ranks add gradients in the order in which they did before the run was interrupted |
 | `share_tracked` | statistics that a forward pass tracks become those of all ranks |
 | `idle` | this rank takes part in a batch that another rank evaluates |
+| `enter`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
 | `whole` | rank 0 can read the whole model and the optimizer's whole state |
 | `compare` | an error is raised unless all ranks hold what they should |
 
@@ -45,6 +46,11 @@ class Layout:
     def forget(self):
         "Drop everything that was made for a fit"
         self.made,self.trained,self.through,self.exchanging = {},None,None,True
+
+    def enter(self, learn): "Lay the parameters of `learn` out; called when the job is joined"
+    def leave(self, learn): "Undo `enter`; called before the job is left"
+    def renew(self, learn): "Go on with another process group, which has taken the place of one that broke"
+    def give_up(self): "Forget the pass that an error has ended"
 
     def covers(self,
         model:nn.Module, # Trained now
@@ -113,11 +119,26 @@ def reduce(self:Layout,
     "Exchange the gradients and `numbers` that `backward` did not exchange; called after it"
     return numbers.clone() if tell else None
 
+@patch
+def average(self:Layout,
+    params:list, # Trained
+    numbers:torch.Tensor, # Part of this rank in a mean over ranks, shape `(n,)`
+    weight=1. # Of this rank's gradients
+)->torch.Tensor: # Mean of `numbers` over ranks
+    "Average the gradients of a backward pass that is not over the loss of the batch"
+    return average_grads(params, numbers, weight)
+
 # %% ../../nbs/73_train.layout.ipynb #403b4773
 @patch
 def drop(self:Layout): "Forget the last forward pass; its gradients are averaged by the caller"
 @patch
+def evaluation(self:Layout):
+    "Return a context manager for one batch that is evaluated"
+    return nullcontext()
+@patch
 def idle(self:Layout): "Take part in a batch that another rank evaluates"
+@patch
+def rest(self:Layout): "Free what forward passes have gathered; called between the phases of an epoch"
 @patch
 def weigh(self:Layout,
     part:float # Samples of this rank in the next batch, over the mean of all ranks; 0 where they only make the step
@@ -146,7 +167,9 @@ def share_tracked(self:Layout,
 
 # %% ../../nbs/73_train.layout.ipynb #a3dc3f1b
 @patch
-def whole(self:Layout):
+def whole(self:Layout,
+    learn:Learner # In the layout
+):
     "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
     return nullcontext()
 

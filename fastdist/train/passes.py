@@ -107,6 +107,6 @@ def _share_grads(self:Passes, active, weighed=False):
     if vars(self.learn).get('pred') is not None: self.ask()
     w,d = self.weights.of_batch() if self.phases.running and self.learn.training else (1.,1.)
     if weighed and not (isinstance(w, float) and w==0): w = 1.
-    den, = average_grads(active, torch.as_tensor(d).reshape(1), w*(self.window.scale if self.window.every>1 else 1.))
+    den, = self.layout.average(active, torch.as_tensor(d).reshape(1), w*(self.window.scale if self.window.every>1 else 1.))
     if not self.reduction.kind[0]: divide_grads(active, den)
     self.passes,self.added = self.passes+1,True
