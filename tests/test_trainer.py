@@ -368,7 +368,7 @@ def test_one_process_with_the_launchers_precision(monkeypatch):
     monkeypatch.setenv('ACCELERATE_MIXED_PRECISION', 'bf16')
     test_eq(in_bf16(0)[:2], ({torch.bfloat16},torch.float32))
 
-@pytest.mark.parametrize('key,val', [('ACCELERATE_USE_FSDP','true'), ('ACCELERATE_MIXED_PRECISION','fp8')])
+@pytest.mark.parametrize('key,val', [('ACCELERATE_USE_DEEPSPEED','true'), ('ACCELERATE_MIXED_PRECISION','fp8')])
 def test_what_the_launcher_asks_in_vain(monkeypatch, key, val):
     monkeypatch.setenv(key, val)
     learn = digits()

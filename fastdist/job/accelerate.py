@@ -37,7 +37,7 @@ def told(
     if w.device.type=='cpu' and mode=='fp16' and not cpu_fp16: mode = 'no'
     place = world_vars(w) if w.size>1 else dict.fromkeys(('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'))
     with changed_env(ACCELERATE_TORCH_DEVICE=w.device, ACCELERATE_BYPASS_DEVICE_MAP='true', OMP_NUM_THREADS=torch.get_num_threads(),
-        ACCELERATE_MIXED_PRECISION=mode, **place): yield
+        ACCELERATE_MIXED_PRECISION=mode, ACCELERATE_USE_FSDP=None, **place): yield
 
 # %% ../../nbs/07_job.accelerate.ipynb #47f2144e
 def has_state()->bool:
@@ -73,7 +73,7 @@ class ProcessAccelerator:
         self.ddp_options = handler_of(handlers, DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
         self.scaler_options,self.autocast_options = handler_of(handlers, GradScalerKwargs),handler_of(handlers, AutocastKwargs)
         rest = [h for h in handlers if not isinstance(h, DistributedDataParallelKwargs)]
-        options.pop('cpu', None)
+        for k in ('cpu','fsdp_plugin'): options.pop(k, None)
         try: self._make(kwargs_handlers=rest, **options)
         except BaseException:
             self.release()

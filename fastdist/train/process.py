@@ -128,7 +128,7 @@ def end_training(self:RankAccelerator):
 def live(self:RankAccelerator)->HFAccelerator:
     "Accelerate's own object, made when it is first needed"
     if self._acc: return self._acc
-    check_env(os.environ)
+    check_env(os.environ, own_loop=True)
     self.setup_process()
     owned = not has_state()
     options = {k:v for k,v in self.options.items() if k!='cpu'}
