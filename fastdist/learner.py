@@ -129,10 +129,12 @@ def to_distributed(self:Learner,
     sync_bn=True, # Whether batch norm counts the samples of all ranks
     patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
     desync_check=True, # Whether to compare what ranks hold when an epoch's training ends
+    shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
+    keep_sharded=False, # Whether the model stays in shards after `detach_distributed`
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
-    return self.detach_distributed().add_cb(DistributedTrainer(sync_bn, patience, desync_check, **kwargs))
+    return self.detach_distributed().add_cb(DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, **kwargs))
 
 @patch
 def detach_distributed(self:Learner)->Learner: # Itself
@@ -147,11 +149,13 @@ def distrib_ctx(self:Learner,
     in_notebook=False, # Without effect, as in fastai's signature; the launcher is recognised
     patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
     desync_check=True, # Whether to compare what ranks hold when an epoch's training ends
+    shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
+    keep_sharded=False, # Whether the model stays in shards after the context
     **kwargs
 ):
     "Train on all ranks of the job inside the context, which yields the Learner"
     try:
-        with blamed(self.to_distributed(sync_bn, patience, desync_check, **kwargs)): yield self
+        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, **kwargs)): yield self
     finally: self.detach_distributed()
 
 # %% ../nbs/90_learner.ipynb #6c32bd56

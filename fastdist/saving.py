@@ -37,7 +37,7 @@ def _write_on_rank0(learn, file, put, where):
     "Write on rank 0 to the file that `where` finds for `file`, and return its name; in a job of several ranks the others wait, and return rank 0's name"
     named,name,write = isinstance(file, (str,Path)),file,lambda: write_whole(put, where(file))
     if layout := _layout(learn):
-        with layout.whole(): _,name = rank0_named(write, str(file) if named else type(file).__name__)
+        with layout.whole(learn): _,name = rank0_named(write, str(file) if named else type(file).__name__)
     elif not rank_distrib(): write()
     return name if named else file
 

@@ -51,3 +51,10 @@ def pytest_terminal_summary(terminalreporter, config):
     from test_survive import table
     ended = {kind:[o.nodeid for o in terminalreporter.stats.get(kind, [])] for kind in ('passed','failed')}
     terminalreporter.write('\n'.join(table(ended))+'\n')
+
+if os.environ.get('SHARDS'):
+    from fastdist.train.trainer import DistributedTrainer
+    _init = DistributedTrainer.__init__
+    def _sharded(self, sync_bn=True, patience=None, desync_check=True, shard=False, keep_sharded=False, **kw): _init(self, sync_bn, patience, desync_check, True, keep_sharded, **kw)
+    DistributedTrainer.__init__ = _sharded
+    import fastdist.train.fsdp

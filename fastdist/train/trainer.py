@@ -32,6 +32,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..job.options import *
+from ..job.sharding import *
 from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.reduction import *
@@ -61,10 +62,13 @@ class DistributedTrainer(AgreeingCallback):
         sync_bn=True, # Whether batch norm counts the samples of all ranks
         patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
         desync_check=True, # Whether ranks compare what they hold when an epoch's training ends
+        shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
+        keep_sharded=False, # Whether the model stays in shards after the context
         **kwargs
     ):
         check_options(**kwargs)
         self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience),desync_check,kwargs,False
+        self.shard,self.plugin,self.keep_sharded = shard,kwargs.pop('fsdp_plugin', None),keep_sharded
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
         self.accelerator = RankAccelerator(**kwargs)
         self._init_state()
@@ -93,22 +97,32 @@ def _asks_for_nothing(options, env):
 def _lend(self:DistributedTrainer):
     check_env(os.environ)
     _warn_lone(os.environ)
-    w = self.accelerator.world
+    w,plan = self.accelerator.world,shard_plan(self.shard, self.plugin, os.environ, self.keep_sharded)
     if w.size==1 and _asks_for_nothing(self.options, os.environ): return
     self.be_alone(w.size)
-    self.job = Job(self.learn, w, dict(self.options), self.patience)
+    self.job = Job(self.learn, w, dict(self.options), self.patience, place_model=not plan or w.size==1)
     self.accelerator.adopt(self.job.member, self.job.live.acc)
-    self._make_parts(w)
+    self._make_parts(w, plan)
+    self._enter()
     super(DistributedTrainer, self)._lend()
+
+@patch
+def _enter(self:DistributedTrainer):
+    try:
+        with self.job.together(lambda: 'entering the context'): self.layout.enter(self.learn)
+    except BaseException:
+        self.layout.leave(self.learn)
+        self.job.close()
+        raise
 
 # %% ../../nbs/83_train.trainer.ipynb #39048942
 @patch
-def _make_parts(self:DistributedTrainer, w):
+def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
     self._events = Events(learn, w.rank)
     self._plain = all(getattr(type(learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__'))
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
-    self.layout = Replicated(job.live, job.line.exchanges, self.sync_bn) if w.size>1 else Layout(job.live.prepare)
+    self.layout = self._layout(w, plan)
     weights = Weights(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, weights=weights)
     self.weigh,self.evaluate = Weigh(layout=self.layout, sync_each=job.live.sync_each, **parts),Evaluate(reduction=weights.reduction, **parts)
@@ -116,8 +130,17 @@ def _make_parts(self:DistributedTrainer, w):
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
 @patch
+def _layout(self:DistributedTrainer, w, plan):
+    job = self.job
+    if w.size==1: return Layout(job.live.prepare)
+    if plan is None: return Replicated(job.live, job.line.exchanges, self.sync_bn)
+    from fastdist.train.fsdp import Sharded # what it imports of torch takes half a second
+    return Sharded(job, plan, self.sync_bn, self.phases.alone)
+
+@patch
 def _return(self:DistributedTrainer):
     super(DistributedTrainer, self)._return()
+    if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
     self._hand_over(None, None)
     self.accelerator.adopt(None, None)
@@ -186,6 +209,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or inner: return run(f, event_type, ex, final)
     with self.job.together(self._where, self._events.position), own_random(self.job.world.rank), self.evaluate.watching(), self._whole_again():
+        self.layout.renew(self.learn)
         check_alike(learner_facts(self.learn, event_type))
         self._events.vote = self._vote
         self._hand_over(self.phases, self.layout)
@@ -205,6 +229,7 @@ def _whole_again(self:DistributedTrainer):
     try: yield
     except BaseException:
         learn.model,self._fitting = model,False
+        self.layout.give_up()
         self.unwrap()
         if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
         raise
@@ -215,6 +240,7 @@ def _whole_again(self:DistributedTrainer):
 def _in_phase(self:DistributedTrainer, run, f, event_type, *args):
     with self.phases.room():
         run(f, event_type, *args)
+        self.layout.rest()
         if event_type=='train' and self.compares: self.layout.compare(self.learn, f'at the end of training in epoch {self.learn.epoch}')
 
 @patch
