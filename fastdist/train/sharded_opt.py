@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['steps_by_element', 'retie', 'opt_shards', 'cut_state', 'step_rows', 'step_whole']
 
-# %% ../../nbs/89_train.sharded_opt.ipynb #5e81700a
+# %% ../../nbs/89_train.sharded_opt.ipynb #cba7f791
 """An optimizer steps the shards of the parameters that it was made for
 
 An optimizer knows parameters as objects: it lists them, and its state has them as keys. In shards they are other objects, and a state of the size of the whole parameter is what sharding is to avoid.
@@ -16,7 +16,7 @@ So parameters are exchanged inside it, wherever it holds them, and its state is 
 this rank's rows as they would the whole: $f(x)_r=f(x_r)$. Where a function is not known to do so, as with Larc and Lamb, which compute norms, it gets tensors that know that they are in shards, and torch
 computes over all ranks."""
 
-# %% ../../nbs/89_train.sharded_opt.ipynb #d2116a73
+# %% ../../nbs/89_train.sharded_opt.ipynb #3c683b9e
 import torch
 from types import MethodType
 from torch.distributed.tensor import DTensor
@@ -27,20 +27,20 @@ from fastai.optimizer import (Lookahead,_BaseOptimizer,_update,adam_step,average
 from .gradients import *
 from .shards import *
 
-# %% ../../nbs/89_train.sharded_opt.ipynb #9c43a2f7
+# %% ../../nbs/89_train.sharded_opt.ipynb #95978347
 _by_element = sgd_step,weight_decay,l2_reg,average_grad,average_sqr_grad,momentum_step,rms_prop_step,step_stat,adam_step,radam_step,qhadam_step
 
 def steps_by_element(
     opt # An optimizer
 )->bool:
     "Return whether `opt` is fastai's, with its own `step`, and treats each element of a parameter by itself"
-    return isinstance(opt, Optimizer) and type(opt).step is Optimizer.step and all(any(cb is o for o in _by_element) for cb in opt.cbs)
+    return isinstance(opt, Optimizer) and type(opt).step is Optimizer.step and all(getattr(cb, 'func', cb) in _by_element for cb in opt.cbs)
 
 def _chain(opt):
     "Return `opt` and the optimizers inside of it"
     return [] if opt is None else [opt, *_chain(vars(opt).get('opt'))]
 
-# %% ../../nbs/89_train.sharded_opt.ipynb #22a6fe94
+# %% ../../nbs/89_train.sharded_opt.ipynb #e0ccbb01
 def _set_lists(o, now):
     groups = [g['params'] for g in o.param_groups] if isinstance(o, torch.optim.Optimizer) else o.param_lists if isinstance(o, Optimizer) and not isinstance(o, Lookahead) else []
     for ps in groups:
@@ -67,7 +67,7 @@ def retie(
         if 'state' in vars(o): _set_state(o, now, value)
         _set_lists(o, now)
 
-# %% ../../nbs/89_train.sharded_opt.ipynb #e6820ad1
+# %% ../../nbs/89_train.sharded_opt.ipynb #078775bc
 def opt_shards(
     opt, # fastai's optimizer, or `None`
     names:dict # Identity of a parameter in shards -> its name
@@ -90,7 +90,7 @@ def cut_state(
     if v.shape==p.shape and v.shape!=rows: v = rows_of(v, p.device_mesh).clone()
     return in_shards(v.to(p.device), p) if v.shape==rows else v
 
-# %% ../../nbs/89_train.sharded_opt.ipynb #f2f7764c
+# %% ../../nbs/89_train.sharded_opt.ipynb #b2775937
 @torch.no_grad()
 def _step(self, closure=None):
     "Take a step as `Optimizer.step` does, on this rank's rows where each element is treated by itself"
@@ -110,7 +110,7 @@ def _rows(p):
 def _zero_grad(self):
     for p,*_ in self.all_params(with_grad=True): local(p.grad).detach_().zero_()
 
-# %% ../../nbs/89_train.sharded_opt.ipynb #82eb80ee
+# %% ../../nbs/89_train.sharded_opt.ipynb #53913dbb
 def step_rows(
     opt # Of a Learner
 ):

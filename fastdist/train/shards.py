@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['rows_of', 'in_shards', 'put_together', 'shard_mesh', 'Shards']
 
-# %% ../../nbs/89_train.shards.ipynb #42876a56
+# %% ../../nbs/89_train.shards.ipynb #1413b414
 """A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 
 A model that no device holds is cut: each rank holds a part of each parameter, its shard. Before a module computes, its parameters are gathered; after it, they are freed; in the backward pass
@@ -19,7 +19,7 @@ Shards are rows: of $n$ rows on $S$ ranks, rank $r$ has $r\\lceil n/S\\rceil$ to
 
 It is the one room that knows private state of torch. What a new torch adds and this room does not take off is an error that names it."""
 
-# %% ../../nbs/89_train.shards.ipynb #46225e8a
+# %% ../../nbs/89_train.shards.ipynb #fd01b717
 import torch,weakref
 from contextlib import contextmanager,suppress
 from torch import distributed as dist
@@ -34,7 +34,7 @@ from ..job.world import *
 from ..comm.collectives import *
 from .gradients import *
 
-# %% ../../nbs/89_train.shards.ipynb #76c880df
+# %% ../../nbs/89_train.shards.ipynb #63e3a066
 def rows_of(
     t:torch.Tensor, # Whole, shape `(n, ...)`
     mesh:DeviceMesh # Its last dimension is that over which rows are shared out
@@ -51,7 +51,7 @@ def in_shards(
     "Return `t` as a tensor in shards"
     return DTensor.from_local(t, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
-# %% ../../nbs/89_train.shards.ipynb #c477438e
+# %% ../../nbs/89_train.shards.ipynb #30a07c8b
 def put_together(
     mine:torch.Tensor, # Rows of this rank, from `rows_of`
     n:int, # Rows of the whole tensor
@@ -67,7 +67,7 @@ def put_together(
     else: dist.gather(pad, res, dst)
     return torch.cat(res[:size])[:n] if here else None
 
-# %% ../../nbs/89_train.shards.ipynb #0b2427bd
+# %% ../../nbs/89_train.shards.ipynb #cc2a8747
 def shard_mesh(
     w:World, # This process's world
     hybrid:bool=False # Whether each node holds all shards, and nodes hold the same
@@ -76,7 +76,7 @@ def shard_mesh(
     if not hybrid: return init_device_mesh(w.device.type, (w.size,), mesh_dim_names=('shard',))
     return init_device_mesh(w.device.type, (w.size//w.local_size,w.local_size), mesh_dim_names=('replicate','shard'))
 
-# %% ../../nbs/89_train.shards.ipynb #a3412c76
+# %% ../../nbs/89_train.shards.ipynb #48b79cce
 _hooks = '_forward_hooks','_forward_pre_hooks','_backward_hooks','_backward_pre_hooks','_state_dict_hooks','_state_dict_pre_hooks','_load_state_dict_pre_hooks','_load_state_dict_post_hooks'
 _flags = '_forward_hooks_with_kwargs','_forward_hooks_always_called','_forward_pre_hooks_with_kwargs'
 _added = STATE_KEY,REGISTRY_KEY,'_is_fsdp_managed_module','_fsdp_use_orig_params'
@@ -97,7 +97,7 @@ def _traces(
     names += [n for n,p in m._parameters.items() if isinstance(p, DTensor)]+['__class__']*isinstance(m, FSDPModule)
     return names+['the registry of composable states']*(m in _composable_state._module_state_mapping)
 
-# %% ../../nbs/89_train.shards.ipynb #96fa115d
+# %% ../../nbs/89_train.shards.ipynb #04c41341
 class Shards:
     "`model` in shards, from `put_on` to `take_off`"
     def __init__(self,
@@ -127,7 +127,7 @@ def _records(m):
     "Return FSDP's records of the parameters of unit `m`"
     return [o for g in fully_shard.state(m)._fsdp_param_groups for o in g.fsdp_params]
 
-# %% ../../nbs/89_train.shards.ipynb #62032612
+# %% ../../nbs/89_train.shards.ipynb #7015a1df
 @patch
 def put_on(self:Shards,
     mesh:DeviceMesh, # From `shard_mesh`
@@ -165,7 +165,7 @@ def _with_carrier(m, carrier):
     try: yield
     finally: del m._modules['fastdist_carrier']
 
-# %% ../../nbs/89_train.shards.ipynb #566b6bcc
+# %% ../../nbs/89_train.shards.ipynb #9c05c9a8
 @patch
 def watch(self:Shards,
     before:callable, # Called with the number of a unit before its forward pass, and before FSDP's hooks
@@ -199,7 +199,7 @@ def give_up(self:Shards):
     with suppress(RuntimeError): self.model.reset_iter_state() # it waits for collectives, which have failed
     self.rest()
 
-# %% ../../nbs/89_train.shards.ipynb #4bb5c2a7
+# %% ../../nbs/89_train.shards.ipynb #0e6fd467
 @patch
 def take_off(self:Shards,
     value:callable # Called with a parameter in shards; returns the values for the user's, or `None` where it goes without
@@ -225,7 +225,7 @@ def _clean(self:Shards, m):
     _composable_state._module_state_mapping.pop(m, None)
     if m in self.classes: m.__class__ = self.classes[m]
 
-# %% ../../nbs/89_train.shards.ipynb #be7e733f
+# %% ../../nbs/89_train.shards.ipynb #4fcf1c27
 @patch
 @contextmanager
 def bare(self:Shards,
