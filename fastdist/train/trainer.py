@@ -103,7 +103,7 @@ def _lend(self:DistributedTrainer):
     self.job = Job(self.learn, w, dict(self.options), self.patience, place_model=not plan or w.size==1)
     self.accelerator.adopt(self.job.member, self.job.live.acc)
     self._make_parts(w, plan)
-    self._enter()
+    if w.size>1: self._enter()
     super(DistributedTrainer, self)._lend()
 
 @patch
