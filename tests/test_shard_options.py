@@ -4,12 +4,13 @@ from dataclasses import fields
 from functools import partial
 from accelerate.commands.launch import _validate_launch_command,launch_command_parser
 from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin,DistributedDataParallelKwargs,DistributedType,FullyShardedDataParallelPlugin,ParallelismConfig,TorchTensorParallelPlugin
+from accelerate.utils import DeepSpeedPlugin,DistributedDataParallelKwargs,DistributedType,FullyShardedDataParallelPlugin
+from accelerate.utils import ParallelismConfig,TorchTensorParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecision,MixedPrecisionPolicy,ShardedStateDictConfig,ShardedOptimStateDictConfig,ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy,size_based_auto_wrap_policy,transformer_auto_wrap_policy
-from fastcore.test import expect_fail,test_eq
+from fastcore.test import test_eq
 from fastdist import *
 from fastdist.job.accelerate import ProcessAccelerator,forget_state,has_state,open_accelerate
 from fastdist.job.errors import OptionError
@@ -34,24 +35,28 @@ def plan(plugin, env={}, **kw): return shard_plan(False, plugin, env, **kw)
 
 # Fields of a plugin
 
-honoured = dict(
-    fsdp_version=[(two, {}, dict(full_state=False)), (one, {}, dict(full_state=True))],
-    sharding_strategy=[(one, dict(sharding_strategy=k), v) for k,v in dict(FULL_SHARD=dict(reshard=True, hybrid=False), SHARD_GRAD_OP=dict(reshard=False, hybrid=False),
-        HYBRID_SHARD=dict(reshard=True, hybrid=True), HYBRID_SHARD_ZERO2=dict(reshard=False, hybrid=True)).items()]+[
-        (two, dict(sharding_strategy='HYBRID_SHARD', reshard_after_forward=False), dict(reshard=False, hybrid=True))],
-    reshard_after_forward=[(two, dict(reshard_after_forward=False), dict(reshard=False)), (two, dict(reshard_after_forward=True), dict(reshard=True)),
-        (one, dict(reshard_after_forward='SHARD_GRAD_OP'), dict(reshard=False)), (one, dict(reshard_after_forward=ShardingStrategy.HYBRID_SHARD), dict(reshard=True, hybrid=True))],
-    mixed_precision_policy=[(two, dict(mixed_precision_policy='bf16'), dict(mixed=MixedPrecisionPolicy(bf16, bf16, bf16))),
-        (two, dict(mixed_precision_policy=MixedPrecisionPolicy(bf16, cast_forward_inputs=False)), dict(mixed=MixedPrecisionPolicy(bf16, cast_forward_inputs=False))),
-        (one, dict(mixed_precision_policy=MixedPrecision(bf16, torch.float32, cast_root_forward_inputs=False)),
-            dict(mixed=MixedPrecisionPolicy(bf16, torch.float32, cast_forward_inputs=False)))],
+strategies = dict(FULL_SHARD=(True,False), SHARD_GRAD_OP=(False,False), HYBRID_SHARD=(True,True), HYBRID_SHARD_ZERO2=(False,True))
+def lies(reshard, hybrid): return dict(reshard=reshard, hybrid=hybrid)
+def flag(name, to, makes=(one,two)): return [(o, {name:v}, {to:v}) for o in makes for v in (True,False)]
+
+uncast = MixedPrecisionPolicy(bf16, cast_forward_inputs=False)
+mixed = [(two, 'bf16', MixedPrecisionPolicy(bf16, bf16, bf16)), (two, uncast, uncast),
+    (one, MixedPrecision(bf16, torch.float32, cast_root_forward_inputs=False), MixedPrecisionPolicy(bf16, torch.float32, cast_forward_inputs=False))]
+
+# Field -> version of the plugin, what is set, what the plan then has
+honoured = dict(fsdp_version=[(two, {}, dict(full_state=False)), (one, {}, dict(full_state=True))],
+    sharding_strategy=[(one, dict(sharding_strategy=k), lies(*v)) for k,v in strategies.items()]+[
+        (two, dict(sharding_strategy='HYBRID_SHARD', reshard_after_forward=False), lies(False, True))],
+    reshard_after_forward=[(one, dict(reshard_after_forward=k), lies(*v)) for k,v in strategies.items()]+[
+        (one, dict(reshard_after_forward=ShardingStrategy.HYBRID_SHARD), lies(True, True))]+flag('reshard_after_forward', 'reshard', [two]),
+    mixed_precision_policy=[(o, dict(mixed_precision_policy=v), dict(mixed=p)) for o,v,p in mixed],
     auto_wrap_policy=[(two, dict(auto_wrap_policy='NO_WRAP'), dict(one_unit=True)), (two, dict(auto_wrap_policy=wrap), dict(policy=wrap, one_unit=False)),
         (two, dict(auto_wrap_policy='TRANSFORMER_BASED_WRAP'), dict(classes=(), one_unit=False))],
-    cpu_offload=[(o, dict(cpu_offload=v), dict(offload=v)) for o in (one,two) for v in (True,False)]+[(two, dict(cpu_offload=CPUOffloadPolicy()), dict(offload=True))],
+    cpu_offload=flag('cpu_offload', 'offload')+[(two, dict(cpu_offload=CPUOffloadPolicy()), dict(offload=True))],
     ignored_modules=[(o, dict(ignored_modules=v), dict(ignored=v if v=='0.*' else (linear,))) for o in (one,two) for v in ([linear],'0.*',iter([linear]))],
     state_dict_type=[(o, dict(state_dict_type=k), dict(full_state=k=='full_state_dict')) for o in (one,two) for k in ('full_state_dict','sharded_state_dict')],
-    activation_checkpointing=[(o, dict(activation_checkpointing=v), dict(checkpointing=v)) for o in (one,two) for v in (True,False)],
-    cpu_ram_efficient_loading=[(two, dict(cpu_ram_efficient_loading=v), dict(rank0_loads=v)) for v in (True,False)],
+    activation_checkpointing=flag('activation_checkpointing', 'checkpointing'),
+    cpu_ram_efficient_loading=flag('cpu_ram_efficient_loading', 'rank0_loads', [two]),
     transformer_cls_names_to_wrap=[(two, dict(auto_wrap_policy=p, transformer_cls_names_to_wrap=['A','B']), dict(classes=('A','B'), one_unit=False))
         for p in ('TRANSFORMER_BASED_WRAP',transformer_auto_wrap_policy,None)],
     min_num_params=[(two, dict(auto_wrap_policy=p, min_num_params=7), dict(min_params=7, one_unit=False)) for p in ('SIZE_BASED_WRAP',size_based_auto_wrap_policy,None)])
@@ -121,7 +126,8 @@ def test_offloading_on_cpu_ranks():
 
 def launched(path, **config):
     "Return the variables that `accelerate launch` sets for a YAML file with `config` below `fsdp_config`"
-    path.write_text(yaml.dump(dict(compute_environment='LOCAL_MACHINE', distributed_type='FSDP', num_processes=2, num_machines=1, machine_rank=0, mixed_precision='no', fsdp_config=config)))
+    job = dict(compute_environment='LOCAL_MACHINE', distributed_type='FSDP', num_processes=2, num_machines=1, machine_rank=0, mixed_precision='no')
+    path.write_text(yaml.dump(job | dict(fsdp_config=config)))
     args,*_ = _validate_launch_command(launch_command_parser().parse_args(['--config_file', str(path), 'train.py']))
     return {k:v for k,v in prepare_multi_gpu_env(args).items() if 'FSDP' in k}
 
@@ -131,9 +137,13 @@ first = dict(fsdp_auto_wrap_policy='TRANSFORMER_BASED_WRAP', fsdp_transformer_la
 second = dict(fsdp_version=2, fsdp_reshard_after_forward=False, fsdp_offload_params=True, fsdp_auto_wrap_policy='SIZE_BASED_WRAP', fsdp_min_num_params=500,
     fsdp_state_dict_type='FULL_STATE_DICT', fsdp_cpu_ram_efficient_loading=False, fsdp_activation_checkpointing=True, fsdp_ignored_modules='0.*')
 
-@pytest.mark.parametrize('config,want', [(first, ShardPlan(True, True, ('Block','Head'), rank0_loads=True)), (dict(fsdp_sharding_strategy=2), ShardPlan(False, one_unit=True, full_state=True, rank0_loads=True)),
-    (second, ShardPlan(False, min_params=500, offload=True, checkpointing=True, ignored='0.*', full_state=True)), ({}, ShardPlan(True, one_unit=True, full_state=True, rank0_loads=True))])
-def test_a_yaml_file(config, want, tmp_path, monkeypatch):
+said_nothing = dict(one_unit=True, full_state=True, rank0_loads=True)
+plans = [(first, ShardPlan(True, True, ('Block','Head'), rank0_loads=True)), ({}, ShardPlan(True, **said_nothing)),
+    (dict(fsdp_sharding_strategy=2), ShardPlan(False, **said_nothing)),
+    (second, ShardPlan(False, min_params=500, offload=True, checkpointing=True, ignored='0.*', full_state=True))]
+
+@pytest.mark.parametrize('config,want', plans)
+def test_a_yaml_file(config, want, tmp_path):
     env = launched(tmp_path/'config.yaml', **config)
     before = dict(os.environ)
     test_eq(shard_plan(False, None, env), want)
@@ -157,7 +167,7 @@ def test_a_plugin_beside_a_yaml_file(tmp_path, monkeypatch):
 
 def opened(rank):
     os.environ.update(ACCELERATE_USE_FSDP='true', FSDP_SYNC_MODULE_STATES='true') # without a GPU Accelerate cannot make a plugin of these
-    acc = ProcessAccelerator(this_world(), fsdp_plugin=two())
+    acc = ProcessAccelerator(this_world(), fsdp_plugin=object()) # which Accelerate would not take
     res = acc.acc.distributed_type,type(acc.prepare(nn.Linear(1,1))).__name__
     acc.release()
     return *res,os.environ['ACCELERATE_USE_FSDP']
@@ -184,7 +194,7 @@ cases = dict(zip((1,2,3), ('reshard_after_forward=False','reshard_after_forward=
 
 @pytest.mark.parametrize('own_loop', [False,True])
 @pytest.mark.parametrize('stage', cases)
-def test_zero(stage, own_loop, monkeypatch):
+def test_zero(stage, own_loop):
     with pytest.raises(OptionError, match=f'deepspeed_plugin.*ZeRO-{stage} .*{cases[stage]}'): check_options(own_loop, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
     with pytest.raises(OptionError, match=f'deepspeed_plugins.*ZeRO-{stage} .*{cases[stage]}'): check_options(own_loop, deepspeed_plugins=dict(a=DeepSpeedPlugin(zero_stage=stage)))
     env = dict(ACCELERATE_USE_DEEPSPEED='true', ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage), ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE='none')
@@ -197,7 +207,9 @@ def test_zero_of_a_file():
     with pytest.raises(OptionError, match='shard=True.*ZeRO-1'): check_env(dict(ACCELERATE_USE_DEEPSPEED='1', ACCELERATE_DEEPSPEED_CONFIG_FILE='ds.json'))
     with pytest.raises(OptionError, match='HINT: leave it out'): check_env(dict(ACCELERATE_USE_DEEPSPEED='1', ACCELERATE_DEEPSPEED_ZERO_STAGE='0'))
 
-@pytest.mark.parametrize('name,o', dict(torch_tp_plugin=TorchTensorParallelPlugin(2), parallelism_config=ParallelismConfig(dp_shard_size=2), megatron_lm_plugin=object()).items())
+others = dict(torch_tp_plugin=TorchTensorParallelPlugin(2), parallelism_config=ParallelismConfig(dp_shard_size=2), megatron_lm_plugin=object())
+
+@pytest.mark.parametrize('name,o', others.items())
 def test_other_kinds(name, o):
     with pytest.raises(OptionError, match=rf'(?s)You set {name}.*shard=True'): check_options(**{name:o})
 
