@@ -43,23 +43,26 @@ uncast = MixedPrecisionPolicy(bf16, cast_forward_inputs=False)
 mixed = [(two, 'bf16', MixedPrecisionPolicy(bf16, bf16, bf16)), (two, uncast, uncast),
     (one, MixedPrecision(bf16, torch.float32, cast_root_forward_inputs=False), MixedPrecisionPolicy(bf16, torch.float32, cast_forward_inputs=False))]
 
-# Field -> version of the plugin, what is set, what the plan then has
-honoured = dict(fsdp_version=[(two, {}, dict(full_state=False)), (one, {}, dict(full_state=True))],
-    sharding_strategy=[(one, dict(sharding_strategy=k), lies(*v)) for k,v in strategies.items()]+[
-        (two, dict(sharding_strategy='HYBRID_SHARD', reshard_after_forward=False), lies(False, True))],
-    reshard_after_forward=[(one, dict(reshard_after_forward=k), lies(*v)) for k,v in strategies.items()]+[
-        (one, dict(reshard_after_forward=ShardingStrategy.HYBRID_SHARD), lies(True, True))]+flag('reshard_after_forward', 'reshard', [two]),
-    mixed_precision_policy=[(o, dict(mixed_precision_policy=v), dict(mixed=p)) for o,v,p in mixed],
-    auto_wrap_policy=[(two, dict(auto_wrap_policy='NO_WRAP'), dict(one_unit=True)), (two, dict(auto_wrap_policy=wrap), dict(policy=wrap, one_unit=False)),
-        (two, dict(auto_wrap_policy='TRANSFORMER_BASED_WRAP'), dict(classes=(), one_unit=False))],
-    cpu_offload=flag('cpu_offload', 'offload')+[(two, dict(cpu_offload=CPUOffloadPolicy()), dict(offload=True))],
-    ignored_modules=[(o, dict(ignored_modules=v), dict(ignored=v if v=='0.*' else (linear,))) for o in (one,two) for v in ([linear],'0.*',iter([linear]))],
-    state_dict_type=[(o, dict(state_dict_type=k), dict(full_state=k=='full_state_dict')) for o in (one,two) for k in ('full_state_dict','sharded_state_dict')],
-    activation_checkpointing=flag('activation_checkpointing', 'checkpointing'),
-    cpu_ram_efficient_loading=flag('cpu_ram_efficient_loading', 'rank0_loads', [two]),
-    transformer_cls_names_to_wrap=[(two, dict(auto_wrap_policy=p, transformer_cls_names_to_wrap=['A','B']), dict(classes=('A','B'), one_unit=False))
-        for p in ('TRANSFORMER_BASED_WRAP',transformer_auto_wrap_policy,None)],
-    min_num_params=[(two, dict(auto_wrap_policy=p, min_num_params=7), dict(min_params=7, one_unit=False)) for p in ('SIZE_BASED_WRAP',size_based_auto_wrap_policy,None)])
+# Version of the plugin, what is set, what the plan then has
+
+names = [(two, dict(auto_wrap_policy=p, transformer_cls_names_to_wrap=['A','B']), dict(classes=('A','B'), one_unit=False))
+    for p in ('TRANSFORMER_BASED_WRAP',transformer_auto_wrap_policy,None)]
+sizes = [(two, dict(auto_wrap_policy=p, min_num_params=7), dict(min_params=7, one_unit=False)) for p in ('SIZE_BASED_WRAP',size_based_auto_wrap_policy,None)]
+ways = [(two, {}, dict(one_unit=True)), (two, dict(auto_wrap_policy='NO_WRAP'), dict(one_unit=True)),
+    (two, dict(auto_wrap_policy=wrap), dict(policy=wrap, one_unit=False)), (two, dict(auto_wrap_policy='TRANSFORMER_BASED_WRAP'), dict(classes=(), one_unit=False))]
+by_strategy = {k:[(one, {k:s}, lies(*v)) for s,v in strategies.items()] for k in ('sharding_strategy','reshard_after_forward')}
+by_strategy['sharding_strategy'].append((two, dict(sharding_strategy='HYBRID_SHARD', reshard_after_forward=False), lies(False, True)))
+by_strategy['reshard_after_forward'] += [(one, dict(reshard_after_forward=ShardingStrategy.HYBRID_SHARD), lies(True, True)), *flag('reshard_after_forward', 'reshard', [two])]
+kinds = [(o, dict(state_dict_type=k), dict(full_state=k=='full_state_dict')) for o in (one,two) for k in ('full_state_dict','sharded_state_dict')]
+left = [(o, dict(ignored_modules=v), dict(ignored=v if v=='0.*' else (linear,))) for o in (one,two) for v in ([linear],'0.*',iter([linear]))]
+
+precisions = [(o, dict(mixed_precision_policy=v), dict(mixed=p)) for o,v,p in mixed]
+versions = [(two, {}, dict(full_state=False)), (one, {}, dict(full_state=True))]
+offload = flag('cpu_offload', 'offload')+[(two, dict(cpu_offload=CPUOffloadPolicy()), dict(offload=True))]
+flags = dict(activation_checkpointing=flag('activation_checkpointing', 'checkpointing'), cpu_ram_efficient_loading=flag('cpu_ram_efficient_loading', 'rank0_loads', [two]))
+
+honoured = by_strategy | flags | dict(fsdp_version=versions, auto_wrap_policy=ways, transformer_cls_names_to_wrap=names, min_num_params=sizes,
+    ignored_modules=left, state_dict_type=kinds, mixed_precision_policy=precisions, cpu_offload=offload)
 
 refused = dict(backward_prefetch=[(one, 'BACKWARD_PRE'), (one, 'BACKWARD_POST')], forward_prefetch=[(one, True)], limit_all_gathers=[(one, False), (two, False)],
     use_orig_params=[], sync_module_states=[], # nobody can tell their False from that of a plugin where they were not set
@@ -108,7 +111,8 @@ def test_replicas_shards_and_details():
     test_eq(shard_plan(False, None, {}), None)
     test_eq(shard_plan(True, None, {}), ShardPlan())
     test_eq(shard_plan(True, None, {}, keep=True).keep, True)
-    test_eq(shard_plan(True, two(reshard_after_forward=False), {}).reshard, False)
+    test_eq(shard_plan(True, two(reshard_after_forward=False), {}), ShardPlan(False))
+    test_eq([shard_plan(True, None, dict(ACCELERATE_USE_FSDP='true') | o).one_unit for o in ({},dict(FSDP_AUTO_WRAP_POLICY='NO_WRAP'))], [False,True])
     test_eq(shard_plan(False, None, dict(ACCELERATE_USE_FSDP='false', FSDP_VERSION='2')), None)
     test_eq(pickle.loads(pickle.dumps(plan(two(min_num_params=3)))), plan(two(min_num_params=3)))
 

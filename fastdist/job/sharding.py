@@ -94,8 +94,8 @@ def _size(n):
 # %% ../../nbs/12_job.sharding.ipynb #fb95afdc
 _ways = dict(zip(FSDP_AUTO_WRAP_POLICY, (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None)))
 
-def _units(asked):
-    "Return the fields of a plan that choose units"
+def _units(asked, free=False):
+    "Return the fields of a plan that choose units; with `free` the layout chooses where nothing is said"
     policy,names,size = map(asked.get, ('auto_wrap_policy','transformer_cls_names_to_wrap','min_num_params'))
     if isinstance(policy, str): policy = _ways[_name('auto_wrap_policy', policy, FSDP_AUTO_WRAP_POLICY)]
     if policy is None: policy = transformer_auto_wrap_policy if names else None if size is None else size_based_auto_wrap_policy
@@ -104,7 +104,7 @@ def _units(asked):
     if size is not None and not by_size: raise OptionError('min_num_params', size, 'units are not chosen by size. HINT: auto_wrap_policy=\'SIZE_BASED_WRAP\'')
     if not (policy is None or callable(policy)): raise OptionError('auto_wrap_policy', policy, f'HINT: one of {", ".join(FSDP_AUTO_WRAP_POLICY)}, or a function')
     if by_name: return dict(classes=_classes(names))
-    return dict(min_params=_size(size)) if by_size else dict(one_unit=policy is None, policy=policy)
+    return dict(min_params=_size(size)) if by_size else dict(one_unit=policy is None and not (free and asked.get('auto_wrap_policy') is None), policy=policy)
 
 # %% ../../nbs/12_job.sharding.ipynb #24a35a47
 def _mixed(p):
@@ -135,11 +135,11 @@ def _full_state(v, version):
     raise OptionError('state_dict_type', kind, 'FSDP2 has no flat parameters. HINT: SHARDED_STATE_DICT')
 
 # %% ../../nbs/12_job.sharding.ipynb #fec56bbd
-def _plan(asked, keep):
+def _plan(asked, free, keep):
     "Return the plan that the fields `asked` describe"
     version = str(asked.get('fsdp_version') or 1)
     check_choice('fsdp_version', version, ('1','2'))
-    return ShardPlan(**_strategy(asked), **_units(asked), mixed=_mixed(asked.get('mixed_precision_policy')), offload=_offload(asked.get('cpu_offload')),
+    return ShardPlan(**_strategy(asked), **_units(asked, free), mixed=_mixed(asked.get('mixed_precision_policy')), offload=_offload(asked.get('cpu_offload')),
         checkpointing=_flag('activation_checkpointing', asked.get('activation_checkpointing')), ignored=_ignored(asked.get('ignored_modules')),
         full_state=_full_state(asked.get('state_dict_type'), version), keep=keep,
         rank0_loads=_flag('cpu_ram_efficient_loading', asked.get('cpu_ram_efficient_loading')))
@@ -205,4 +205,4 @@ def shard_plan(
     if keep and not (shard or detailed): raise OptionError('keep_sharded', keep, 'the model is not sharded. HINT: shard=True')
     if not (shard or detailed): return
     _check_ddp(kwargs_handlers)
-    return _plan(asked if fsdp_plugin is None else _from_plugin(fsdp_plugin, asked), keep) if detailed else ShardPlan(keep=keep)
+    return _plan(asked if fsdp_plugin is None else _from_plugin(fsdp_plugin, asked), shard, keep) if detailed else ShardPlan(keep=keep)
