@@ -38,7 +38,7 @@ _handlers = (AutocastKwargs,DistributedDataParallelKwargs,GradScalerKwargs,InitP
 _sharding = 'deepspeed_plugin','deepspeed_plugins','fsdp_plugin','torch_tp_plugin','megatron_lm_plugin','parallelism_config'
 _replicas = ('a loop of your own has replicas here. HINT: accelerate.Accelerator itself shards it on GPUs; a Learner is sharded by '
     'learn.distrib_ctx(fsdp_plugin=...) or an FSDP file of `accelerate config`')
-_instead = 'models are divided over ranks by torch\'s FSDP2 alone. HINT: leave it out; learn.distrib_ctx(shard=True) makes a Learner need a part of the memory on each rank'
+_instead = 'models are divided over ranks by torch\'s FSDP2 alone. HINT: leave it out; learn.distrib_ctx(shard=True) divides a Learner\'s memory as well, and HYBRID_SHARD in an fsdp_plugin does it within each node'
 
 def _zero(stage, offload):
     "Return why DeepSpeed is refused, with the setting that does what ZeRO of `stage` does"
