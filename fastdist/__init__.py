@@ -82,9 +82,11 @@
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
+- `fastdist.train.recompute`: Activations that are computed again in the backward pass, with everything as it was the first time
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
 - `fastdist.train.terms`: Terms that callbacks add to a loss, recognised on its graph
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
+- `fastdist.train.units`: Modules whose parameters are gathered together when a model is sharded
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
 - `fastdist.train.weights`: Weight of this rank's batch in the global batch"""
 
