@@ -1984,6 +1984,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.train.fsdp.Sharded._last': ('train.fsdp.html#sharded._last', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._make': ('train.fsdp.html#sharded._make', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._now': ('train.fsdp.html#sharded._now', 'fastdist/train/fsdp.py'),
+                                     'fastdist.train.fsdp.Sharded._put_back': ( 'train.fsdp.html#sharded._put_back',
+                                                                                'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._renew': ('train.fsdp.html#sharded._renew', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._retie': ('train.fsdp.html#sharded._retie', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._stepping': ( 'train.fsdp.html#sharded._stepping',

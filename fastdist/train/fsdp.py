@@ -62,7 +62,7 @@ class Sharded(Joint):
         sync_bn=True, # As for `Joint`
         alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
-        self.job,self.plan,self.alone = job,plan,alone
+        self.job,self.plan,self.alone = job,plan.on(job.world),alone
         self.cut,self.group,self.open,self.order,self.stack = {},None,False,[],ExitStack()
         super().__init__(job.line.exchanges, job.world.size, sync_bn)
 
@@ -93,8 +93,17 @@ def enter(self:Sharded, learn):
 @patch
 def _adopt(self:Sharded, learn):
     "Cut the model of `learn`, unless it is cut, and give its optimizer the shards"
-    if learn.model not in self.cut: self.cut[learn.model] = self._cut(learn.model)
+    model = learn.model
+    if model not in self.cut:
+        for old in [o for o in self.cut if {*o.modules()} & {*model.modules()}]: self._put_back(old)
+        self.cut[model] = self._cut(model)
     self._retie(learn.opt)
+
+@patch
+def _put_back(self:Sharded, model):
+    "Make `model` whole again, since another model has modules of it"
+    s = self.cut.pop(model)
+    with exchange('the model, which is put together'): s.take_off(lambda p: put_together(local(p.detach()), len(p), s.size))
 
 @patch
 def _retie(self:Sharded, opt):

@@ -108,7 +108,9 @@ def _rows(p):
     return x
 
 def _zero_grad(self):
-    for p,*_ in self.all_params(with_grad=True): local(p.grad).detach_().zero_()
+    for p,*_ in self.all_params(with_grad=True):
+        if local(p) is p: p.grad.detach_() # rows have no graph, and may be views
+        local(p.grad).zero_()
 
 # %% ../../nbs/89_train.sharded_opt.ipynb #53913dbb
 def step_rows(

@@ -68,7 +68,7 @@ class DistributedTrainer(AgreeingCallback):
     ):
         check_options(**kwargs)
         self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience),desync_check,kwargs,False
-        self.shard,self.plugin,self.keep_sharded = shard,kwargs.pop('fsdp_plugin', None),keep_sharded
+        self.plan = shard_plan(shard, kwargs.pop('fsdp_plugin', None), os.environ, keep_sharded, kwargs.get('kwargs_handlers'))
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
         self.accelerator = RankAccelerator(**kwargs)
         self._init_state()
@@ -97,7 +97,7 @@ def _asks_for_nothing(options, env):
 def _lend(self:DistributedTrainer):
     check_env(os.environ)
     _warn_lone(os.environ)
-    w,plan = self.accelerator.world,shard_plan(self.shard, self.plugin, os.environ, self.keep_sharded)
+    w,plan = self.accelerator.world,self.plan
     if w.size==1 and _asks_for_nothing(self.options, os.environ): return
     self.be_alone(w.size)
     self.job = Job(self.learn, w, dict(self.options), self.patience, place_model=not plan or w.size==1)
