@@ -75,7 +75,9 @@
 - `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
 - `fastdist.train.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
+- `fastdist.train.fsdp`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
+- `fastdist.train.joint`: Norms that count the samples of all ranks, and parameters that are not the model's
 - `fastdist.train.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
 - `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks
@@ -84,6 +86,8 @@
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.train.recompute`: Activations that are computed again in the backward pass, with everything as it was the first time
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
+- `fastdist.train.sharded_opt`: An optimizer steps the shards of the parameters that it was made for
+- `fastdist.train.shards`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.train.terms`: Terms that callbacks add to a loss, recognised on its graph
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.train.units`: Modules whose parameters are gathered together when a model is sharded

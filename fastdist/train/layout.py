@@ -131,6 +131,8 @@ def average(self:Layout,
 # %% ../../nbs/73_train.layout.ipynb #403b4773
 @patch
 def drop(self:Layout): "Forget the last forward pass; its gradients are averaged by the caller"
+
+# %% ../../nbs/73_train.layout.ipynb #dc915a4f
 @patch
 def evaluation(self:Layout):
     "Return a context manager for one batch that is evaluated"
@@ -139,6 +141,8 @@ def evaluation(self:Layout):
 def idle(self:Layout): "Take part in a batch that another rank evaluates"
 @patch
 def rest(self:Layout): "Free what forward passes have gathered; called between the phases of an epoch"
+
+# %% ../../nbs/73_train.layout.ipynb #ef032a66
 @patch
 def weigh(self:Layout,
     part:float # Samples of this rank in the next batch, over the mean of all ranks; 0 where they only make the step

@@ -93,6 +93,7 @@ def _warn_lone(env):
 def _asks_for_nothing(options, env):
     return not options and asked_precision(env)=='no' and asked_steps(env)==1 and env.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower()=='no'
 
+# %% ../../nbs/83_train.trainer.ipynb #db60d167
 @patch
 def _lend(self:DistributedTrainer):
     check_env(os.environ)
