@@ -157,7 +157,7 @@ def train(m):
 
 def shard(m, **kw):
     whole = unsharded_params(m, plan(**kw))
-    units = choose_units(m, plan(**kw))
+    units = choose_units(m, plan(**kw), least=1)
     check_units(m, units, whole)
     mesh = init_device_mesh('cpu', (2,))
     for o in [*units, m]: fully_shard(o, mesh=mesh, ignored_params={*whole})
@@ -216,9 +216,9 @@ def test_batch_norms_of_all_ranks_are_recomputed():
         for a,b in zip(got, grads): assert (a-b).abs().max()<1e-5*big
         for a,b in zip(held, bufs): assert torch.allclose(a.double(), b.double(), 1e-4, 1e-6)
 
-def named(m, **kw):
+def named(m, least=1, **kw):
     names = {id(o):n for n,o in m.named_modules()}
-    return ' '.join(names[id(o)] for o in choose_units(m, plan(**kw)))
+    return ' '.join(names[id(o)] for o in choose_units(m, plan(**kw), least))
 
 chosen = dict(resnet='layer1.0 layer2.0 layer2.1 layer3.0.downsample.0 layer3.0 layer4.0.downsample.0 layer4.0', vgg='0.0 0.3 0.5 0.8 3 5',
     lm='0.rnns.0 0.rnns.1 0.rnns.2', lm_untied='0.rnns.0 0.rnns.1 0.rnns.2 0 1', classifier='0 1', collab='', tabular='embeds.0 embeds.1 layers.0.0 layers.1.0 layers.2.0',
@@ -230,12 +230,14 @@ def test_what_is_chosen(kind):
     mk = first(o[kind][0] for o in kinds.values() if kind in o)
     for _ in range(2): test_eq(named(mk()), chosen[kind]) # in the same order each time
 
-def test_a_hundred_equal_blocks_are_units(): test_eq(len(choose_units(nn.Sequential(*[Block(8) for _ in range(100)]), plan())), 100)
+def test_a_hundred_equal_blocks_are_units(): test_eq(len(choose_units(nn.Sequential(*[Block(8) for _ in range(100)]), plan(), least=1)), 100)
+def test_a_small_model_is_one_unit(): test_eq((named(GPT(), 2**16), named(GPT(2, 128), 2**16)), ('','transformer.h.0 transformer.h.1'))
 
 blocks = 'transformer.h.0 transformer.h.1 transformer.h.2'
 asked = dict(all_but_ignored=(dict(ignored=r'.*\.h\.1'), 'transformer.h.0 transformer.h.2'), one=(dict(one_unit=True, classes=('Block',)), ''),
     classes=(dict(classes=('Block','GELU')), blocks), tied=(dict(classes=('Block','Embedding','Linear'), ignored=r'.*(attn|mlp)'), blocks), size=(dict(min_params=600), blocks),
-    lists=(dict(policy=lambda module, recurse, nonwrapped_numel: True, ignored=r'.*\.(attn|mlp|ln.*)'), ''), custom=(dict(policy=CustomPolicy(lambda m: isinstance(m, (Block,nn.ModuleList)))), blocks),
+    lists=(dict(policy=lambda module, recurse, nonwrapped_numel: True, ignored=r'.*\.(attn|mlp|ln.*)'), ''),
+    custom=(dict(policy=CustomPolicy(lambda m: isinstance(m, (Block,nn.ModuleList)))), blocks),
     module_policy=(dict(policy=ModuleWrapPolicy({Attn})), ' '.join(f'{o}.attn' for o in blocks.split())))
 
 @pytest.mark.parametrize('how', asked)
@@ -289,7 +291,7 @@ def test_a_second_pass_changes_nothing():
     torch.manual_seed(0)
     m,x = Rows(),torch.randn(5, 6)
     again = deepcopy(m)
-    undo = recompute(choose_units(again, plan()))
+    undo = recompute(choose_units(again, plan(), least=1))
     for a,b in zip(stepped(m, x), stepped(again, x)): assert torch.equal(a, b)
     test_eq([*again.state_dict()], [*m.state_dict()])
     undo()
