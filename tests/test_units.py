@@ -50,6 +50,23 @@ class Llama(GPT):
     "Names its blocks, beside others that it does not have"
     _no_split_modules = ['Attn','OtherBlock']
 
+class Tower(nn.Module):
+    def __init__(self, embed, n=2, d=8):
+        super().__init__()
+        self.embed,self.block = embed,nn.ModuleList(Block(d) for _ in range(n))
+    def forward(self, x, y=0.):
+        x = self.embed(x)+y
+        for b in self.block: x = b(x)
+        return x
+
+class T5(nn.Module):
+    "Two attributes of one class that share an embedding"
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Embedding(40, 8)
+        self.encoder,self.decoder = Tower(self.shared),Tower(self.shared)
+    def forward(self, x): return self.decoder(x, self.encoder(x))@self.shared.weight.T
+
 class Stage(nn.Module):
     def __init__(self, d, n):
         super().__init__()
@@ -126,7 +143,8 @@ text = dict(lm=(lambda: get_language_model(AWD_LSTM, 40, small(awd_lstm_lm_confi
 tables = dict(tabular=(lambda: TabularModel([(10,4),(7,3)], 5, 2, [20,10]), two(ids(7), floats(5))),
     collab=(lambda: EmbeddingDotBias(5, 20, 30, (0,5)), ids(20)), collab_nn=(lambda: EmbeddingNN([(20,4),(20,3)], [20,10]), ids(20)), flat=(flat, floats(8)))
 transformers = dict(transformer=(transformer, two(floats(5, 16), floats(4, 16))), encoder=(Padded, floats(6, 16)),
-    gpt=(GPT, tokens(50)), gpt_untied=(lambda: GPT(tied=False), tokens(50)), one_block=(lambda: GPT(1), tokens(50)), llama=(lambda: Llama(2), tokens(50)))
+    gpt=(GPT, tokens(50)), gpt_untied=(lambda: GPT(tied=False), tokens(50)), one_block=(lambda: GPT(1), tokens(50)),
+    llama=(lambda: Llama(2), tokens(50)), t5=(T5, tokens()))
 others = dict(stages=(lambda: nn.Sequential(nn.Linear(8,8), Stage(8,2), Stage(8,4)), floats(4, 8)),
     experts=(lambda: nn.Sequential(Experts(), Experts()), floats(8)), heads=(Heads, floats(8)), repeats=(Repeats, floats(3, 8)), norms=(norms, floats(8)))
 kinds = dict(vision=vision, text=text, tables=tables, transformers=transformers, others=others)
@@ -222,7 +240,7 @@ def named(m, least=1, **kw):
 
 chosen = dict(resnet='layer1.0 layer2.0 layer2.1 layer3.0.downsample.0 layer3.0 layer4.0.downsample.0 layer4.0', vgg='0.0 0.3 0.5 0.8 3 5',
     lm='0.rnns.0 0.rnns.1 0.rnns.2', lm_untied='0.rnns.0 0.rnns.1 0.rnns.2 0 1', classifier='0 1', collab='', tabular='embeds.0 embeds.1 layers.0.0 layers.1.0 layers.2.0',
-    gpt='transformer.h.0 transformer.h.1 transformer.h.2', one_block='transformer.h.0.mlp.0 transformer.h.0.mlp.3 transformer.h.0', llama='transformer.h.0.attn transformer.h.1.attn',
+    gpt='transformer.h.0 transformer.h.1 transformer.h.2', one_block='transformer.h.0.mlp.0 transformer.h.0.mlp.3 transformer.h.0', llama='transformer.h.0.attn transformer.h.1.attn', t5='encoder.block.0 encoder.block.1 decoder.block.0 decoder.block.1',
     stages='0 1.blocks.0 1.blocks.1 1 2.blocks.0 2.blocks.1 2.blocks.2 2.blocks.3 2', experts='0 1', heads='body.0', repeats='blocks.0 blocks.1', norms='0 1 2')
 
 @pytest.mark.parametrize('kind', chosen)
@@ -268,7 +286,7 @@ class Tracks(nn.Module):
         self.register_buffer('mean', torch.ones(d))
     def forward(self, x, *, debug=1.):
         self.mean.lerp_(x.detach().abs().mean(0), .1)
-        self.hidden = self.drop(self.bn(self.layer(x/self.mean.clone()))).tanh()*debug+self.hidden
+        self.hidden = (self.drop(self.bn(self.layer(x/self.mean.clone())))*debug+self.hidden).tanh()
         y,self.hidden = self.hidden,self.hidden.detach()
         return y
 
