@@ -50,6 +50,23 @@ class Llama(GPT):
     "Names its blocks, beside others that it does not have"
     _no_split_modules = ['Attn','OtherBlock']
 
+class Tower(nn.Module):
+    def __init__(self, embed, n=2, d=8):
+        super().__init__()
+        self.embed,self.block = embed,nn.ModuleList(Block(d) for _ in range(n))
+    def forward(self, x, y=0.):
+        x = self.embed(x)+y
+        for b in self.block: x = b(x)
+        return x
+
+class T5(nn.Module):
+    "Two attributes of one class that share an embedding"
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Embedding(40, 8)
+        self.encoder,self.decoder = Tower(self.shared),Tower(self.shared)
+    def forward(self, x): return self.decoder(x, self.encoder(x))@self.shared.weight.T
+
 class Stage(nn.Module):
     def __init__(self, d, n):
         super().__init__()
@@ -126,7 +143,8 @@ text = dict(lm=(lambda: get_language_model(AWD_LSTM, 40, small(awd_lstm_lm_confi
 tables = dict(tabular=(lambda: TabularModel([(10,4),(7,3)], 5, 2, [20,10]), two(ids(7), floats(5))),
     collab=(lambda: EmbeddingDotBias(5, 20, 30, (0,5)), ids(20)), collab_nn=(lambda: EmbeddingNN([(20,4),(20,3)], [20,10]), ids(20)), flat=(flat, floats(8)))
 transformers = dict(transformer=(transformer, two(floats(5, 16), floats(4, 16))), encoder=(Padded, floats(6, 16)),
-    gpt=(GPT, tokens(50)), gpt_untied=(lambda: GPT(tied=False), tokens(50)), one_block=(lambda: GPT(1), tokens(50)), llama=(lambda: Llama(2), tokens(50)))
+    gpt=(GPT, tokens(50)), gpt_untied=(lambda: GPT(tied=False), tokens(50)), one_block=(lambda: GPT(1), tokens(50)),
+    llama=(lambda: Llama(2), tokens(50)), t5=(T5, tokens()))
 others = dict(stages=(lambda: nn.Sequential(nn.Linear(8,8), Stage(8,2), Stage(8,4)), floats(4, 8)),
     experts=(lambda: nn.Sequential(Experts(), Experts()), floats(8)), heads=(Heads, floats(8)), repeats=(Repeats, floats(3, 8)), norms=(norms, floats(8)))
 kinds = dict(vision=vision, text=text, tables=tables, transformers=transformers, others=others)
@@ -157,7 +175,7 @@ def train(m):
 
 def shard(m, **kw):
     whole = unsharded_params(m, plan(**kw))
-    units = choose_units(m, plan(**kw))
+    units = choose_units(m, plan(**kw), least=1)
     check_units(m, units, whole)
     mesh = init_device_mesh('cpu', (2,))
     for o in [*units, m]: fully_shard(o, mesh=mesh, ignored_params={*whole})
@@ -216,13 +234,13 @@ def test_batch_norms_of_all_ranks_are_recomputed():
         for a,b in zip(got, grads): assert (a-b).abs().max()<1e-5*big
         for a,b in zip(held, bufs): assert torch.allclose(a.double(), b.double(), 1e-4, 1e-6)
 
-def named(m, **kw):
+def named(m, least=1, **kw):
     names = {id(o):n for n,o in m.named_modules()}
-    return ' '.join(names[id(o)] for o in choose_units(m, plan(**kw)))
+    return ' '.join(names[id(o)] for o in choose_units(m, plan(**kw), least))
 
 chosen = dict(resnet='layer1.0 layer2.0 layer2.1 layer3.0.downsample.0 layer3.0 layer4.0.downsample.0 layer4.0', vgg='0.0 0.3 0.5 0.8 3 5',
     lm='0.rnns.0 0.rnns.1 0.rnns.2', lm_untied='0.rnns.0 0.rnns.1 0.rnns.2 0 1', classifier='0 1', collab='', tabular='embeds.0 embeds.1 layers.0.0 layers.1.0 layers.2.0',
-    gpt='transformer.h.0 transformer.h.1 transformer.h.2', one_block='transformer.h.0.mlp.0 transformer.h.0.mlp.3 transformer.h.0', llama='transformer.h.0.attn transformer.h.1.attn',
+    gpt='transformer.h.0 transformer.h.1 transformer.h.2', one_block='transformer.h.0.mlp.0 transformer.h.0.mlp.3 transformer.h.0', llama='transformer.h.0.attn transformer.h.1.attn', t5='encoder.block.0 encoder.block.1 decoder.block.0 decoder.block.1',
     stages='0 1.blocks.0 1.blocks.1 1 2.blocks.0 2.blocks.1 2.blocks.2 2.blocks.3 2', experts='0 1', heads='body.0', repeats='blocks.0 blocks.1', norms='0 1 2')
 
 @pytest.mark.parametrize('kind', chosen)
@@ -230,12 +248,14 @@ def test_what_is_chosen(kind):
     mk = first(o[kind][0] for o in kinds.values() if kind in o)
     for _ in range(2): test_eq(named(mk()), chosen[kind]) # in the same order each time
 
-def test_a_hundred_equal_blocks_are_units(): test_eq(len(choose_units(nn.Sequential(*[Block(8) for _ in range(100)]), plan())), 100)
+def test_a_hundred_equal_blocks_are_units(): test_eq(len(choose_units(nn.Sequential(*[Block(8) for _ in range(100)]), plan(), least=1)), 100)
+def test_a_small_model_is_one_unit(): test_eq((named(GPT(), 2**16), named(GPT(2, 128), 2**16)), ('','transformer.h.0 transformer.h.1'))
 
 blocks = 'transformer.h.0 transformer.h.1 transformer.h.2'
 asked = dict(all_but_ignored=(dict(ignored=r'.*\.h\.1'), 'transformer.h.0 transformer.h.2'), one=(dict(one_unit=True, classes=('Block',)), ''),
     classes=(dict(classes=('Block','GELU')), blocks), tied=(dict(classes=('Block','Embedding','Linear'), ignored=r'.*(attn|mlp)'), blocks), size=(dict(min_params=600), blocks),
-    lists=(dict(policy=lambda module, recurse, nonwrapped_numel: True, ignored=r'.*\.(attn|mlp|ln.*)'), ''), custom=(dict(policy=CustomPolicy(lambda m: isinstance(m, (Block,nn.ModuleList)))), blocks),
+    lists=(dict(policy=lambda module, recurse, nonwrapped_numel: True, ignored=r'.*\.(attn|mlp|ln.*)'), ''),
+    custom=(dict(policy=CustomPolicy(lambda m: isinstance(m, (Block,nn.ModuleList)))), blocks),
     module_policy=(dict(policy=ModuleWrapPolicy({Attn})), ' '.join(f'{o}.attn' for o in blocks.split())))
 
 @pytest.mark.parametrize('how', asked)
@@ -266,7 +286,7 @@ class Tracks(nn.Module):
         self.register_buffer('mean', torch.ones(d))
     def forward(self, x, *, debug=1.):
         self.mean.lerp_(x.detach().abs().mean(0), .1)
-        self.hidden = self.drop(self.bn(self.layer(x/self.mean.clone()))).tanh()*debug+self.hidden
+        self.hidden = (self.drop(self.bn(self.layer(x/self.mean.clone())))*debug+self.hidden).tanh()
         y,self.hidden = self.hidden,self.hidden.detach()
         return y
 
@@ -289,7 +309,7 @@ def test_a_second_pass_changes_nothing():
     torch.manual_seed(0)
     m,x = Rows(),torch.randn(5, 6)
     again = deepcopy(m)
-    undo = recompute(choose_units(again, plan()))
+    undo = recompute(choose_units(again, plan(), least=1))
     for a,b in zip(stepped(m, x), stepped(again, x)): assert torch.equal(a, b)
     test_eq([*again.state_dict()], [*m.state_dict()])
     undo()

@@ -17,7 +17,7 @@ The parameters of a unit are whole only while the forward pass of that very modu
 # %% auto #0
 __all__ = ['unsharded_params', 'choose_units', 'unit_params', 'check_units']
 
-# %% ../../nbs/87_train.units.ipynb #c8f8bc0f
+# %% ../../nbs/87_train.units.ipynb #43fa1f67
 import re
 from collections import Counter
 from functools import partial
@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import _Policy,_recursive_wrap,size_based_auto_
 from torch.nn.utils.parametrize import is_parametrized
 from fastcore.all import *
 
-# %% ../../nbs/87_train.units.ipynb #129332db
+# %% ../../nbs/87_train.units.ipynb #c1bbc5bc
 def _ignored(model, plan):
     "Return the modules that `plan` excludes"
     if not isinstance(plan.ignored, str): return [*(plan.ignored or ())]
@@ -40,7 +40,7 @@ def unsharded_params(
     ignored = {id(p) for m in _ignored(model, plan) for p in m.parameters()}
     return [p for p in model.parameters() if id(p) in ignored or not p.ndim]
 
-# %% ../../nbs/87_train.units.ipynb #5d819764
+# %% ../../nbs/87_train.units.ipynb #5b2465a7
 _closed_classes = nn.MultiheadAttention,nn.RNNBase,nn.TransformerEncoderLayer
 _closed_names = {'SentenceEncoder','EmbeddingDropout','WeightDropout'}
 
@@ -48,16 +48,17 @@ def _is_closed(m): return isinstance(m, _closed_classes) or is_parametrized(m) o
 def _is_called(m): return type(m).forward is not nn.Module.forward or 'forward' in vars(m)
 def _counts(m): return Counter(id(p) for _,p in m.named_parameters(remove_duplicate=False))
 
-# %% ../../nbs/87_train.units.ipynb #83c7da52
+# %% ../../nbs/87_train.units.ipynb #825199a8
 class _Tree:
     "The modules of `model` with what may be a unit, and the units chosen so far, innermost first"
-    def __init__(self, model, plan):
+    def __init__(self, model, plan, least=1):
         self.model,self.plan,self.ignored,self.left = model,plan,_ignored(model, plan),unsharded_params(model, plan)
         self.units,self.taken,self.names = [],{id(p) for p in self.left},_counts(model)
         self.paths = Counter(id(m) for _,m in model.named_modules(remove_duplicate=False))
         inside = [o for m in model.modules() if _is_closed(m) for o in m.modules() if o is not m]
         self.barred = {id(model)} | {id(o) for m in self.ignored for o in m.modules()} | {id(o) for o in inside}
         self.total = self.rest(model)
+        self.least = max(least, self.total/256)
 
     def rest(self, m): return sum(p.numel() for p in m.parameters() if id(p) not in self.taken)
 
@@ -66,7 +67,7 @@ class _Tree:
         if id(m) in self.barred or not _is_called(m): return False
         return all(self.names[p]==self.paths[id(m)]*n for p,n in _counts(m).items())
 
-# %% ../../nbs/87_train.units.ipynb #4ee598ff
+# %% ../../nbs/87_train.units.ipynb #559d7c07
 @patch
 def take(self:_Tree, m):
     "Return `m`, which is a unit from now on where it may be one and has parameters that are in no other"
@@ -75,7 +76,7 @@ def take(self:_Tree, m):
         self.taken |= {id(p) for p in m.parameters()}
     return m
 
-# %% ../../nbs/87_train.units.ipynb #0ad6b1ad
+# %% ../../nbs/87_train.units.ipynb #4aa1abca
 def _is_row(m): return not _is_called(m) or type(m).forward is nn.Sequential.forward
 
 def _is_stage(m):
@@ -87,7 +88,7 @@ def _is_hidden(parent, m, twin, inside):
     if isinstance(parent, nn.ModuleDict) and not _is_called(parent) and twin: return True
     return inside and isinstance(m, (nn.ModuleList,nn.ModuleDict,nn.Sequential)) and not _is_stage(m)
 
-# %% ../../nbs/87_train.units.ipynb #6079ef9f
+# %% ../../nbs/87_train.units.ipynb #c5f55feb
 @patch
 def choose(self:_Tree, m, inside=False):
     "Choose units in `m`; `inside` says that a module around it is one of several of its class"
@@ -97,9 +98,9 @@ def choose(self:_Tree, m, inside=False):
         twin,block = kinds[type(c)]>1,isinstance(m, (nn.Sequential,nn.ModuleList)) and not _is_row(c)
         if _is_hidden(m, c, twin, inside): continue
         if not block or self.rest(c)>self.total/8 or not (twin or self.may(c)): self.choose(c, inside or block and twin)
-        if block and self.rest(c)>=self.total/256 and any(p.ndim>1 for p in c.parameters()): self.take(c)
+        if block and self.rest(c)>=self.least and any(p.ndim>1 for p in c.parameters()): self.take(c)
 
-# %% ../../nbs/87_train.units.ipynb #144429ca
+# %% ../../nbs/87_train.units.ipynb #2c59106b
 def _classes(model, names):
     "Return the classes in `model` that have one of `names`"
     found = {type(m).__name__:type(m) for m in model.modules()}
@@ -113,7 +114,7 @@ def _targets(policy, model, ignored):
     if any(res.values()): raise ValueError('You set an auto_wrap_policy that gives settings to single modules. HINT: let it return True or False')
     return res
 
-# %% ../../nbs/87_train.units.ipynb #17684918
+# %% ../../nbs/87_train.units.ipynb #8f0119ad
 @patch
 def policy(self:_Tree):
     "Return what the user asked for as a policy, `None` if nothing"
@@ -125,7 +126,7 @@ def policy(self:_Tree):
     if not self.plan.classes and self.plan.min_params is not None: return partial(size_based_auto_wrap_policy, min_num_params=self.plan.min_params)
     if names := self.plan.classes or blocks: return partial(transformer_auto_wrap_policy, transformer_layer_cls=_classes(self.model, names))
 
-# %% ../../nbs/87_train.units.ipynb #166187ec
+# %% ../../nbs/87_train.units.ipynb #101da7f5
 @patch
 def follow(self:_Tree, policy):
     "Choose the units that `policy` selects, where they may be units"
@@ -137,16 +138,17 @@ def follow(self:_Tree, policy):
 
 def choose_units(
     model:nn.Module, # Not sharded yet
-    plan # With `classes`, `min_params`, `policy`, `one_unit` and `ignored`
+    plan, # With `classes`, `min_params`, `policy`, `one_unit` and `ignored`
+    least=2**16 # Parameters of a unit that nobody asked for, at least
 )->list: # Modules, innermost first, the same on all ranks; `model` is none of them and takes the rest
     "Return the modules of `model` that `fully_shard` is called with before it is called with `model`"
-    tree = _Tree(model, plan)
+    tree = _Tree(model, plan, least)
     if plan.one_unit: return []
     if policy := tree.policy(): tree.follow(policy)
     else: tree.choose(model)
     return tree.units
 
-# %% ../../nbs/87_train.units.ipynb #d17ef11c
+# %% ../../nbs/87_train.units.ipynb #b92ad31c
 def unit_params(
     model:nn.Module, # Not sharded yet
     units:list, # From `choose_units`
@@ -159,7 +161,7 @@ def unit_params(
         taken |= {id(p) for p in res[-1].values()}
     return res
 
-# %% ../../nbs/87_train.units.ipynb #f9444298
+# %% ../../nbs/87_train.units.ipynb #2687f41b
 def _check_dtype(model, unit, own):
     "Raise `ValueError` unless the trainable parameters in `own` have one dtype"
     kinds = Counter(p.dtype for p in own.values() if p.requires_grad).most_common()
@@ -174,7 +176,7 @@ def _check_embedding(name, m):
     for what,why in (('sparse','a sparse gradient cannot be sharded'), ('max_norm','its forward pass changes the weight, and what is gathered for it is dropped after it')):
         if v := getattr(m, what): raise ValueError(f'You set {what}={v} for the embedding {name}, but {why}. HINT: do without it, or exclude the embedding with ignored_modules')
 
-# %% ../../nbs/87_train.units.ipynb #21d0883a
+# %% ../../nbs/87_train.units.ipynb #45d5bcfc
 def check_units(
     model:nn.Module, # Not sharded yet
     units:list, # From `choose_units`
