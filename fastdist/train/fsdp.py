@@ -126,7 +126,7 @@ def _cut(self:Sharded, model):
     with exchange('the model, which is cut into shards'):
         res.put_on(self.mesh, self._fill)
         self._fill([*whole,*model.buffers()])
-    res.watch(partial(self._before, res), self._after)
+    self._attend(res)
     return res
 
 @patch
@@ -138,6 +138,21 @@ def _how(self:Sharded):
 def _fill(self:Sharded, ts):
     for t in ts: t.data = t.data.to(self.job.world.device)
     spread(ts)
+
+# %% ../../nbs/89a_train.fsdp.ipynb #24f2ceb8
+@patch
+def _attend(self:Sharded, shards):
+    "See forward passes of the model, and calls of its `reset`"
+    shards.watch(partial(self._before, shards), self._after)
+    if hasattr(shards.model, 'reset'): shards.model.reset = partial(self._reset, shards, shards.model.reset)
+
+@patch
+def _reset(self:Sharded, shards, run, *args, **kwargs):
+    "Call `run`, the model's `reset`, with whole parameters"
+    with exchange('reset of the model in shards'):
+        for m in shards.parts: m.unshard()
+        try: return run(*args, **kwargs)
+        finally: shards.rest()
 
 # %% ../../nbs/89a_train.fsdp.ipynb #e156cea4
 @patch
@@ -337,7 +352,7 @@ def _renew(self:Sharded, learn):
     with exchange('the model, which is cut into shards again'):
         for s in self.cut.values():
             s.renew(self.mesh)
-            s.watch(partial(self._before, s), self._after)
+            self._attend(s)
     now = self._now()
     at = lambda p: now.get(id(p), p)
     retie(learn.opt, at, lambda v,p: cut_state(v, at(p)))

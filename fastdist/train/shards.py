@@ -124,6 +124,16 @@ def _records(m):
     "Return FSDP's records of the parameters of unit `m`"
     return [o for g in fully_shard.state(m)._fsdp_param_groups for o in g.fsdp_params]
 
+# %% ../../nbs/89_train.shards.ipynb #653db62b
+def _own_memory(m, _, out):
+    "Forward hook: replace the views in the output of a unit by copies"
+    return _copied_views(out) if torch.is_grad_enabled() else out
+
+def _copied_views(o):
+    if isinstance(o, Tensor): return o.clone() if o._base is not None and o.requires_grad else o
+    if type(o) in (list,tuple): return type(o)(map(_copied_views, o))
+    return {k:_copied_views(v) for k,v in o.items()} if type(o) is dict else o
+
 # %% ../../nbs/89_train.shards.ipynb #7015a1df
 @patch
 def put_on(self:Shards,
@@ -136,6 +146,7 @@ def put_on(self:Shards,
         new = [p for p in m.parameters() if not isinstance(p, DTensor) and p not in self.how['ignored_params']]
         fill(new)
         self._contiguous(new)
+        m.register_forward_hook(_own_memory)
         self._shard(m)
 
 @patch
@@ -218,7 +229,7 @@ def _clean(self:Shards, m):
     ids = _hook_ids(m)
     for k in (*_hooks,*_flags):
         for i in ids & set(vars(m).get(k) or {}): del vars(m)[k][i]
-    for k in _added: vars(m).pop(k, None)
+    for k in [k for k,v in vars(m).items() if k in _added or _is_fsdp(v)]: del vars(m)[k]
     _composable_state._module_state_mapping.pop(m, None)
     if m in self.classes: m.__class__ = self.classes[m]
 
