@@ -15,8 +15,10 @@ def cases(**kw): return pytest.mark.parametrize('cases', [kw], ids=['all'])
 def assert_same(a, b, rtol=1e-5, atol=1e-6):
     "`b` is what `a` is: types, lengths, and values but for the rounding of float32"
     test_eq(type(b), type(a))
-    if isinstance(a, dict): a,b = list(a.items()),list(b.items())
-    if is_listy(a):
+    if isinstance(a, dict):
+        test_eq(list(b), list(a))
+        for k in a: assert not (d := difference(a[k], b[k], rtol=rtol, atol=atol)), f'{k}: {d}'
+    elif is_listy(a):
         test_eq(len(b), len(a))
         for x,y in zip(a, b): assert_same(x, y, rtol, atol)
     elif not isinstance(a, (torch.Tensor,np.ndarray,float)): test_eq(b, a)

@@ -8,7 +8,6 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None) # or each new process compiles fastdist again
 sys.dont_write_bytecode = False
-for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks'): import_module(f'torch.{o}') # DDP imports them when it is made, for two seconds; forked ranks have them then
 metadata.entry_points = cache(metadata.entry_points) # or each rank's first process group searches all packages for a backend
 metadata.entry_points(group='torch.distributed.backends')
 
@@ -19,6 +18,8 @@ settings.load_profile('same')
 def pytest_addoption(parser): parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole table of test_survive.py; a number for other moments')
 
 def pytest_configure(config):
+    if not config.getoption('numprocesses', 0) or hasattr(config, 'workerinput'): # xdist's head runs no test
+        for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks'): import_module(f'torch.{o}') # DDP imports them when it is made, for two seconds; forked ranks have them then
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
 
 def pytest_collection_modifyitems(items):
