@@ -35,6 +35,8 @@ def pytest_collection_finish():
     gc.enable()
     gc.freeze() # what is imported stays
 
+def pytest_unconfigure(): gc.unfreeze() # or nanobind tells of leaks
+
 class OneByOne(LoadScopeScheduling):
     "Each test goes to the worker that is free, but for those that share what takes long to make or keeps all cores busy, which one worker does first"
     together = 'test_faults','test_users','test_slurm'
