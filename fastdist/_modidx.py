@@ -1294,6 +1294,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastdist.job.world._check_below': ('job.world.html#_check_below', 'fastdist/job/world.py'),
                                     'fastdist.job.world._expand': ('job.world.html#_expand', 'fastdist/job/world.py'),
                                     'fastdist.job.world._launcher': ('job.world.html#_launcher', 'fastdist/job/world.py'),
+                                    'fastdist.job.world._n_gpus': ('job.world.html#_n_gpus', 'fastdist/job/world.py'),
                                     'fastdist.job.world._num': ('job.world.html#_num', 'fastdist/job/world.py'),
                                     'fastdist.job.world._tasks_on': ('job.world.html#_tasks_on', 'fastdist/job/world.py'),
                                     'fastdist.job.world.changed_env': ('job.world.html#changed_env', 'fastdist/job/world.py'),

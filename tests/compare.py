@@ -41,7 +41,9 @@ def attempt(f, learn):
 
 def begin_again(learn, weights, rank):
     "As if no case had been there before; random state is another on each rank"
-    set_seed(5+rank)
+    random.seed(5+rank)
+    np.random.seed(5+rank)
+    torch.default_generator.manual_seed(5+rank) # `torch.manual_seed` records the stack for each kind of device that is not there
     learn.model.load_state_dict(weights)
     learn.opt = None
     for dl in learn.dls.loaders: dl.rng = random.Random(5+rank)

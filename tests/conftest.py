@@ -50,7 +50,7 @@ def in_tmp_path(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
 @pytest.fixture(autouse=True)
 def same_draws(request):
     "Each test draws the same in each run, on whichever worker and after whichever tests it is"
-    for seed in (random.seed,import_module('numpy.random').seed,import_module('torch').manual_seed): seed(crc32(request.node.nodeid.encode()))
+    for seed in (random.seed,import_module('numpy.random').seed,import_module('torch').default_generator.manual_seed): seed(crc32(request.node.nodeid.encode()))
 
 @pytest.fixture(scope='session')
 def warm():

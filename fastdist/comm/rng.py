@@ -93,7 +93,8 @@ def _part_ways(rank):
     seed = zlib.crc32(torch.get_rng_state().numpy(), rank)
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    of = torch if torch.accelerator.is_available() else torch.default_generator # `torch.manual_seed` records the stack for each kind of device that is not there
+    of.manual_seed(seed)
 
 @contextmanager
 def own_random(
