@@ -15,8 +15,10 @@ def cases(**kw): return pytest.mark.parametrize('cases', [kw], ids=['all'])
 def assert_same(a, b, rtol=1e-5, atol=1e-6):
     "`b` is what `a` is: types, lengths, and values but for the rounding of float32"
     test_eq(type(b), type(a))
-    if isinstance(a, dict): a,b = list(a.items()),list(b.items())
-    if is_listy(a):
+    if isinstance(a, dict):
+        test_eq(list(b), list(a))
+        for k in a: assert not (d := difference(a[k], b[k], rtol=rtol, atol=atol)), f'{k}: {d}'
+    elif is_listy(a):
         test_eq(len(b), len(a))
         for x,y in zip(a, b): assert_same(x, y, rtol, atol)
     elif not isinstance(a, (torch.Tensor,np.ndarray,float)): test_eq(b, a)
@@ -39,7 +41,9 @@ def attempt(f, learn):
 
 def begin_again(learn, weights, rank):
     "As if no case had been there before; random state is another on each rank"
-    set_seed(5+rank)
+    random.seed(5+rank)
+    np.random.seed(5+rank)
+    torch.default_generator.manual_seed(5+rank) # `torch.manual_seed` records the stack for each kind of device that is not there
     learn.model.load_state_dict(weights)
     learn.opt = None
     for dl in learn.dls.loaders: dl.rng = random.Random(5+rank)

@@ -1,14 +1,15 @@
-import os,pytest,sys
+import gc,os,pytest,random,sys
+from binascii import crc32
 from functools import cache
 from importlib import import_module,metadata
 from hypothesis import settings
 from procs import Warm
 from xdist.scheduler import LoadScopeScheduling
 
+gc.disable() # until all is imported, which makes little garbage and a million objects to look at
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None) # or each new process compiles fastdist again
 sys.dont_write_bytecode = False
-for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks'): import_module(f'torch.{o}') # DDP imports them when it is made, for two seconds; forked ranks have them then
 metadata.entry_points = cache(metadata.entry_points) # or each rank's first process group searches all packages for a backend
 metadata.entry_points(group='torch.distributed.backends')
 
@@ -16,9 +17,11 @@ settings.register_profile('same', max_examples=40, deadline=None, derandomize=Tr
 settings.register_profile('search', settings.get_profile('same'), max_examples=5000, derandomize=False) # `pytest --hypothesis-profile search`
 settings.load_profile('same')
 
-def pytest_addoption(parser): parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole table of test_survive.py; a number for other moments')
+def pytest_addoption(parser): parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole tables of test_survive.py and test_faults.py; a number for other moments')
 
 def pytest_configure(config):
+    if not config.getoption('numprocesses', 0) or hasattr(config, 'workerinput'): # xdist's head runs no test
+        for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks'): import_module(f'torch.{o}') # DDP imports them when it is made, for two seconds; forked ranks have them then
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
 
 def pytest_collection_modifyitems(items):
@@ -27,6 +30,12 @@ def pytest_collection_modifyitems(items):
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.freeze() # what is imported stays
+
+def pytest_unconfigure(): gc.unfreeze() # or nanobind tells of leaks
 
 class OneByOne(LoadScopeScheduling):
     "Each test goes to the worker that is free, but for those that share what takes long to make or keeps all cores busy, which one worker does first"
@@ -37,6 +46,11 @@ def pytest_xdist_make_scheduler(config, log): return OneByOne(config, log)
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
+
+@pytest.fixture(autouse=True)
+def same_draws(request):
+    "Each test draws the same in each run, on whichever worker and after whichever tests it is"
+    for seed in (random.seed,import_module('numpy.random').seed,import_module('torch').default_generator.manual_seed): seed(crc32(request.node.nodeid.encode()))
 
 @pytest.fixture(scope='session')
 def warm():

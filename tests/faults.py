@@ -149,27 +149,31 @@ def dead(kind, place, size, culprit):
     return saw,head,time.monotonic()-start
 
 # %%
-def survived(size, culprit):
-    "All cells of one `culprit` among `size` ranks that go on; the ranks are forked once"
-    calm,alone = [(k,p) for k in survivable for p in places],cache(one_process)
+def chosen(kinds, size, culprit, half):
+    "Kinds and places; if `half` those on a chessboard: each of two and of three ranks, with rank 0 for the culprit in one of them and the last rank in the other"
+    return [(k,p) for i,k in enumerate(kinds) for j,p in enumerate(places) if not half or (i+j+size+(culprit>0))%2==0]
+
+def survived(size, culprit, half=False):
+    "The cells of one `culprit` among `size` ranks that go on; the ranks are forked once"
+    calm,alone = chosen(survivable, size, culprit, half),cache(one_process)
     run = lambda rank: [survive(rank, k, p, size, culprit) for k,p in calm]
     for (k,p),*ranks in zip(calm, *on_ranks(run, size, join=False, timeout=600)):
         yield dict(kind=k, place=p, ranks=ranks, alone=alone('RuntimeError' if hidden(k, p) else k, p, size, culprit))
 
-def died(size, culprit):
-    "All cells of one `culprit` among `size` ranks that end"
-    for k,p in [(k,p) for k in fatal for p in places]:
+def died(size, culprit, half=False):
+    "The cells of one `culprit` among `size` ranks that end"
+    for k,p in chosen(fatal, size, culprit, half):
         saw,head,seconds = dead(k, p, size, culprit)
         yield dict(kind=k, place=p, saw=saw, head=head, seconds=seconds)
 
-def cells(run, size, culprit, folder):
-    res = [o|dict(size=size, culprit=culprit) for o in run(size, culprit)]
+def cells(run, size, culprit, folder, half):
+    res = [o|dict(size=size, culprit=culprit) for o in run(size, culprit, half)]
     Path(f'{folder}/{run.__name__}{size}{culprit}.json').write_text(json.dumps(res))
 
-def matrix(folder):
-    "Run all cells, each (size, culprit) beside the others, since ranks wait most of the time"
+def matrix(folder, half=False):
+    "Run all cells, or half of them, each (size, culprit) beside the others, since ranks wait most of the time"
     jobs = [(run,size,culprit) for run in (survived,died) for size in (2,3) for culprit in (0,size-1)]
-    procs = [get_context('fork').Process(target=cells, args=(*o, folder)) for o in jobs]
+    procs = [get_context('fork').Process(target=cells, args=(*o, folder, half)) for o in jobs]
     for p in procs: p.start()
     for p in procs: p.join()
     for o,p in zip(jobs, procs): assert p.exitcode==0, f'{o} ended with {p.exitcode}'
@@ -187,9 +191,10 @@ def times(cells):
 @call_parse
 def main(
     save:bool=False, # Put the times in the place of those that the notebook shows?
-    folder:str=None # Where what happened in each cell stays; it goes with a temporary folder by default
+    folder:str=None, # Where what happened in each cell stays; it goes with a temporary folder by default
+    half:bool=False # Only half of the cells, in which each fault in each place is on two and on three ranks?
 ):
     "Measure how long each fault takes until it is over"
-    with tempfile.TemporaryDirectory() as d: rows = times(matrix(folder or d))
+    with tempfile.TemporaryDirectory() as d: rows = times(matrix(folder or d, half))
     print(pd.DataFrame(rows).pivot_table(index='fault', columns='place', values='seconds', aggfunc='max', sort=False).round(1).to_string())
     if save: Path(__file__).with_suffix('.json').write_text(json.dumps(rows))

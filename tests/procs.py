@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 here = Path(__file__).parent
 bin_,examples = Path(sys.executable).parent,here.parent/'examples'
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive') # threads of several processes that spin take the cores from each other
 env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONWARNINGS='ignore')
 
 def free_port():

@@ -62,3 +62,9 @@ tasks['tokens'] = tokens,partial(Shaped, 4, 5),CrossEntropyLossFlat(),lambda n: 
 def measured(met, train_metrics, learn):
     learn.metrics = L(met())
     return reports(learn, getattr(met, 'epochs', 1), train_metrics)
+
+def measured_together(mets, train_metrics, learn):
+    "What each of `mets` tells of two epochs and of a validation"
+    learn.metrics = L(o() for o in mets)
+    res = reports(learn, 2, train_metrics)
+    return dict(zip(res['names'][1:-1], zip(*res['values'], strict=True), strict=True), losses=res['losses'], record=dict(zip(['loss',*learn.metrics.attrgot('name')], res['record'], strict=True)))

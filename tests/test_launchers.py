@@ -108,16 +108,18 @@ def test_the_stop_button_ends_all_ranks(tmp_path):
         test_eq(kc.execute_interactive(launch.format(1, free_port()), timeout=60)['content']['status'], 'ok')
     finally: km.shutdown_kernel(now=True)
 
-@pytest.mark.parametrize('lines', [('fastdist','fastai.vision.all','fastai.text.all','fastai.tabular.all','fastai.distributed'),
-    ('fastai.distributed','fastai.tabular.all','fastai.vision.all','fastdist')])
-def test_import_order(lines):
+@pytest.mark.parametrize('first', [True,False])
+def test_import_order(warm, first):
+    "A warm process has imported all but fastdist"
+    others = 'fastai.distributed','fastai.tabular.all','fastai.vision.all','fastai.text.all'
+    lines = ('fastdist',*others[::-1]) if first else (*others,'fastdist')
     code = '\n'.join(f'from {o} import *' for o in lines) + """
 import fastdist
 names = 'setup_distrib teardown_distrib DistributedDL DistributedTrainer ParallelTrainer rank0_first'.split()
 assert all(globals()[o] is getattr(fastdist, o) for o in names)
 assert all(getattr(Learner, o).__module__=='fastdist.learner' for o in 'to_distributed detach_distributed distrib_ctx to_parallel parallel_ctx'.split())
 assert fastdist.__version__"""
-    output(start(sys.executable, '-c', code))
+    (run if first else warm)(sys.executable, '-c', code)
 
 class Server(SimpleHTTPRequestHandler):
     def do_GET(self):

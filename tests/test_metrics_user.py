@@ -124,8 +124,13 @@ def masked(met, learn):
     learn.metrics = L(met())
     with learn.added_cbs(Masked()): return reports(learn, 2, True)
 
+def test_metrics_of_users(): check(partial(task, *tasks['classes']), 2, {o.__name__:partial(masked, o) for o in own}, [(37,4)], **exact)
+
+def masked_together(learn):
+    with learn.added_cbs(Masked()): return measured_together(own, True, learn)
+
 @sizes
-def test_metrics_of_users(size): check(partial(task, *tasks['classes']), size, {o.__name__:partial(masked, o) for o in own}, [(37,4),(5,1)], **exact)
+def test_metrics_of_users_together(size): check(partial(task, *tasks['classes']), size, dict(all=masked_together), [(37,4),(5,1)], **exact)
 
 def weighted(n, bs, rank=0):
     set_seed(3)

@@ -143,11 +143,12 @@ class OfTheLoss(Metric):
 own = [Tensors, Joined, FromNone, Confusion, Votes, ByClass, Totals, Seen, Helped, Highest, Peak, Lowest, Array, Median, Words, InOrder, MeanOfMeans, BestYet,
     OfTheLoss]
 
+def test_metrics_of_users(): check(partial(task, *tasks['classes']), 2, {o.__name__:partial(measured, o, True) for o in own}, few[:1], **exact)
+
 @sizes
-@pytest.mark.parametrize('train_metrics', (False,True))
-def test_metrics_of_users(train_metrics, size):
-    mk = partial(task, *tasks['classes'])
-    check(mk, size, {o.__name__:partial(measured, o, train_metrics) for o in own}, few, **exact)
+def test_metrics_of_users_together(size):
+    cases = {f'train_metrics {o}':partial(measured_together, own, o) for o in (False,True)}
+    check(partial(task, *tasks['classes']), size, cases, few, **exact)
 
 def trained(loss, learn):
     learn.loss_func = loss

@@ -31,9 +31,16 @@ def trained(rank, *cbs, n):
     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), messages() as sent, counting() as ran: learn.fit(1, cbs=cbs)
     return len(learn.recorder.losses),ran,sent
 
+class Written(Callback):
+    "Waits for the state that is being written: one that falls due meanwhile is put off, and ranks agree anew on when it is made"
+    order = Checkpoint.order+1
+    def __init__(self, cb): self.cb = cb
+    def before_batch(self): self.cb.now.writer.wait()
+
 def added(rank, n, path, **kw):
     "What a `Checkpoint` adds to a fit: steps, collectives, messages"
-    (steps,ran,sent),(_,ran0,sent0) = trained(rank, Checkpoint(path, **kw), n=n),trained(rank, n=n)
+    cb = Checkpoint(path, **kw)
+    (steps,ran,sent),(_,ran0,sent0) = trained(rank, cb, Written(cb), n=n),trained(rank, n=n)
     ran.subtract(ran0)
     sent.subtract(sent0)
     return steps,+ran,+sent

@@ -5,6 +5,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastcore.test import test_eq
 from fastdist import *
+from fastdist.comm.rng import rank0_random
 from fastdist.job.pickling import read,write
 from fastdist.state.home import come_home,state_away
 from learners import digits
@@ -31,6 +32,13 @@ class Own(Callback):
         self.state = lambda: n
     def state_dict(self): return dict(n=self.state())
     def load_state_dict(self, state): self.state = lambda: state['n']
+
+class Drawn(DataLoader):
+    "Draws its order from a generator that fastai does not know"
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw)
+        self.chance = np.random.default_rng(1)
+    def get_idxs(self): return self.chance.permutation(self.n).tolist()
 
 def fitted(learn):
     with learn.no_bar(), learn.no_logging(): learn.fit(1, 0.01)
@@ -65,3 +73,28 @@ def test_buffers_that_no_state_dict_holds_come_home(tmp_path):
 def test_a_callback_s_own_state_comes_home(tmp_path):
     there,here = [digits(n=40, cbs=Own()) for _ in range(2)]
     test_eq(brought(fitted(there), here, tmp_path/'a').own.state(), there.own.state())
+
+def drawn():
+    learn = digits(n=40)
+    learn.dls = DataLoaders(Drawn(learn.dls.train_ds, bs=4, num_workers=0), learn.dls.valid, device='cpu')
+    return learn
+
+def test_a_loader_s_own_generator_comes_home(tmp_path):
+    there,here = drawn(),drawn()
+    brought(fitted(there), here, tmp_path/'a')
+    test_eq(here.dls.train.get_idxs(), there.dls.train.get_idxs())
+
+def test_a_loader_s_own_generator_goes_on_after_a_launch():
+    "As it would after one process"
+    one,home = drawn(),drawn()
+    fitted(one)
+    with home.no_bar(), home.no_logging(): Accelerator(nprocs=2, compute_setup='cpu').distribute(home.fit, start='fork')(1, 0.01)
+    test_eq(home.dls.train.get_idxs(), one.dls.train.get_idxs())
+
+def test_ranks_draw_alike_from_generators_that_differ():
+    def drawn_on(rank):
+        learn = drawn()
+        learn.dls.train.chance = np.random.default_rng(rank)
+        with learn.distrib_ctx(), rank0_random(learn.dls.train): return learn.dls.train.get_idxs(),learn.dls.train.chance.random()
+    a,b = on_ranks(drawn_on, 3, join=False)[1:]
+    test_eq(a, b)

@@ -13,27 +13,13 @@ So all of that is looked up in the user's loader. It is small, plain values, ten
 __all__ = ['has_workers', 'order_state', 'set_order_state']
 
 # %% ../../nbs/37_data.order.ipynb #4da78104
-import random,torch,numpy as np
 from fastcore.all import *
 from torch.utils.data import DataLoader as TorchLoader
+from ..comm.rng import *
 from .share import *
 
 # %% ../../nbs/37_data.order.ipynb #0cf8c713
-_kinds = {torch.Generator: (torch.Generator.get_state, torch.Generator.set_state), random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
-    np.random.Generator: (lambda o: o.bit_generator.state, lambda o,s: setattr(o.bit_generator, 'state', s))}
-
-def _owners(dl):
-    "Return loader `dl` and its samplers"
-    by = vars(dl).get('batch_sampler')
-    return [o for o in (dl, vars(dl).get('sampler'), by, getattr(by, 'sampler', None)) if hasattr(o, '__dict__')]
-
-def _generators(dl):
-    "Return the random generators in `dl` and its samplers, each with the functions that get and set its state"
-    res = {id(v):(v,*f) for o in _owners(dl) for v in vars(o).values() for k,f in _kinds.items() if isinstance(v, k)}
-    return list(res.values())
-
-def _counters(dl): return [o for o in _owners(dl) if hasattr(o, 'set_epoch') and hasattr(o, 'epoch')]
+def _counters(dl): return [o for o in loader_and_samplers(dl) if hasattr(o, 'set_epoch') and hasattr(o, 'epoch')]
 
 # %% ../../nbs/37_data.order.ipynb #b033754a
 def has_workers(
@@ -50,7 +36,7 @@ def order_state(
     "Return all that the order of the next pass of `dl` depends on, besides the global random states"
     alive,dl = has_workers(dl),dl.dl if isinstance(dl, Share) else dl
     docs = list(dl.items.idxs) if hasattr(dl, 'make_chunks') else None
-    return dict(random=[get(o) for o,get,_ in _generators(dl)], documents=docs, epochs=[o.epoch for o in _counters(dl)], alive=alive)
+    return dict(random=loader_random(dl), documents=docs, epochs=[o.epoch for o in _counters(dl)], alive=alive)
 
 def set_order_state(
     dl, # As for `order_state`
@@ -58,6 +44,7 @@ def set_order_state(
 ):
     "Set the state of `dl` to `state`; for `alive` see `resume_at`"
     dl = dl.dl if isinstance(dl, Share) else dl
-    for (o,_,put),s in zip(_generators(dl), state['random'], strict=True): put(o, s)
+    if len(state['random'])!=len(loader_random(dl)): raise ValueError(f'The loader had {len(state["random"])} random generators, and has {len(loader_random(dl))}. HINT: make it as before')
+    set_loader_random(dl, state['random'])
     for i,o in enumerate(state['documents'] or []): dl.items.idxs[i] = o # in place: lengths have the same list
     for o,n in zip(_counters(dl), state['epochs'], strict=True): o.epoch = n

@@ -19,6 +19,7 @@ __all__ = ['World', 'from_ranks', 'expand_hosts', 'from_slurm', 'world_vars', 's
 import os,re,socket,torch
 from contextlib import contextmanager
 from dataclasses import dataclass,replace
+from functools import cache
 from fastcore.all import *
 from fastai.torch_core import default_device
 from .errors import *
@@ -133,11 +134,14 @@ def from_env(cls:World,
     return replace(w, master_addr=addr, master_port=port, cpu=cpu, node_name=w.node_name or env.get('SLURMD_NODENAME') or socket.gethostname())
 
 # %% ../../nbs/02_job.world.ipynb #a2c722ab
+@cache
+def _n_gpus(visible): return torch.cuda.device_count() # looks for NVIDIA's library in each call
+
 @patch(as_prop=True)
 def device(self:World)->torch.device:
     "Return the CUDA device of this rank or the CPU; in one process fastai's default device, which may be MPS or XPU"
     if self.cpu: return torch.device('cpu')
-    n = torch.cuda.device_count()
+    n = _n_gpus(os.environ.get('CUDA_VISIBLE_DEVICES'))
     if not n: return default_device() if self.size==1 else torch.device('cpu')
     if self.size==1 and self.gpu is None: return default_device()
     return self._cuda(n)

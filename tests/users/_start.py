@@ -189,9 +189,11 @@ def serve(at):
 
 def warm_up():
     "Import what scripts import, but not what is tested"
+    gc.disable() # there is no garbage yet
     for o in 'vision.all text.all tabular.all collab vision.gan distributed callback.all'.split(): __import__(f'fastai.{o}')
     for o in 'torch._dynamo sklearn.datasets torch.distributed.launcher.api accelerate cloudpickle IPython.display'.split(): __import__(o)
     gc.freeze()
+    gc.enable()
 
 def main(script, n=2, *_):
     "For a person: the script on one process, then on `n` ranks"
