@@ -66,6 +66,7 @@ class Sharded(Joint):
     def forget(self):
         "Also free what was gathered"
         super().forget()
+        for s in self.cut.values(): s.model.set_requires_gradient_sync(True)
         self.waits,self.syncs = False,True
         self.rest()
 
