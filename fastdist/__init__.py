@@ -53,6 +53,7 @@
 - `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
 - `fastdist.observe.findings`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
+- `fastdist.state.chunks`: Torch's distributed checkpoint: each rank writes its rows, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
 - `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
@@ -87,6 +88,7 @@
 - `fastdist.train.recompute`: Activations that are computed again in the backward pass, with everything as it was the first time
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
 - `fastdist.train.sharded_opt`: An optimizer steps the shards of the parameters that it was made for
+- `fastdist.train.sharded_state`: A Learner's state without its tensors in shards, which ranks write and read each for itself
 - `fastdist.train.shards`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.train.terms`: Terms that callbacks add to a loss, recognised on its graph
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process

@@ -24,7 +24,9 @@ def form(
 )->dict: # Name of a module or tensor -> its class or shape, in words
     "Return the classes of the modules of `model`, and the shapes of its parameters and buffers"
     shapes = {n:'without a shape' if is_lazy(t) else f'of shape {tuple(t.shape)}' for n,t in chain(model.named_parameters(), model.named_buffers())}
-    return {n:f'a {type(m).__qualname__}' for n,m in model.named_modules()} | shapes
+    return {n:f'a {_own_class(m).__qualname__}' for n,m in model.named_modules()} | shapes
+
+def _own_class(m): return first(c for c in type(m).__mro__ if not c.__module__.startswith('torch.distributed.fsdp')) # in shards, FSDP has put one before it
 
 def differences(
     was:dict, # From `form`

@@ -212,7 +212,7 @@ def put_back(
 # %% ../../nbs/60_state.progress.ipynb #8a715785
 def _grad(name, p, state, mine):
     "Return the gradient that parameter `p` had: what no step has used, zeros, or `None`"
-    left = (mine or state).get('left', {}).get(name)
+    left = (mine if mine and 'left' in mine else state).get('left', {}).get(name)
     return left.to(p.device, copy=True) if left is not None else torch.zeros_like(p) if name in state['had_grads'] else None
 
 def set_orders(

@@ -15,7 +15,7 @@ epoch is drawn again from the random state before it was drawn, and the batches 
 __all__ = ['Checkpoint', 'SavingRun']
 
 # %% ../../nbs/62_state.resume.ipynb #4827fc70
-import math,time
+import errno,math,time
 from contextlib import ExitStack,suppress
 from functools import wraps
 from inspect import unwrap
@@ -28,6 +28,7 @@ from ..comm.collectives import *
 from .packing import *
 from .folder import *
 from .progress import *
+from .snapshot import *
 from .run import *
 
 # %% ../../nbs/62_state.resume.ipynb #78c865ee
@@ -118,14 +119,17 @@ def save(self:SavingRun,
 ):
     "Write a state of the training; unless `wait`, beside it, and not while another one is being written"
     for cb in self.learn.cbs: getattr(type(cb), 'before_state', noop)(cb)
-    mine = taken_on_rank(self.changes, not batch and self._left_over(), now := self.changes.now())
-    ranks = gather_objs(mine, dst=0) if self.size>1 else [mine]
+    left = not batch and self._left_over()
+    if self.in_parts and not self._open_folder(left, wait): return
+    mine = taken_on_rank(self.changes, left and not self.in_parts, now := self.changes.now())
+    ranks = gather_objs(mine|self._seen(), dst=0) if self.size>1 else [mine]
     self.buckets = self.cb.layout.orders() if self.cb.layout and not ended else []
     at = dict(fit=self.number, epoch=epoch, batch=batch, ended=ended, steps=self.steps, ranks=self.size, threads=torch.get_num_threads())
     if self.rank==0: self._write(now, ranks, at | dict(logs=self.logs, facts=self.facts), wait)
+    elif self.in_parts: self._write_part(wait)
 
 @patch
-def _left_over(self:SavingRun): return any(p.grad is not None and bool(p.grad.any()) for p in self.learn.model.parameters())
+def _left_over(self:SavingRun): return any(p.grad is not None and bool(getattr(p.grad, '_local_tensor', p.grad).any()) for p in self.learn.model.parameters())
 
 # %% ../../nbs/62_state.resume.ipynb #f14afd07
 @patch
@@ -134,10 +138,12 @@ def _write(self:SavingRun, now, ranks, about, wait):
     self.begin_interval()
     if self.writer.busy: return self._put_off()
     self._name_unsaid(now)
-    parts = dict(learner=taken(self.changes, now)|dict(rows=self.rows, before=self.before, buckets=self.buckets), ranks=ranks)
+    learner,more = self._apart(taken(self.changes, now)),{}
+    if self.in_parts: more = dict(into=self.folder.name, more=partial(self._more, self._blind(ranks), self.chunks))
+    parts = dict(learner=learner|dict(rows=self.rows, before=self.before, buckets=self.buckets), ranks=ranks)
     check_plain(parts)
     label = f'fit{about["fit"]}-'+('end' if about['ended'] else f'epoch{about["epoch"]}-batch{about["batch"]}')
-    self.writer.start(partial(self.states.write, about, pack(parts, copy=True), label, pinned=about['ended'], packed=True))
+    self.writer.start(partial(self.states.write, about, pack(parts, copy=True), label, pinned=about['ended'], packed=True, **more))
     if wait: self.writer.wait()
 
 @patch
@@ -152,6 +158,60 @@ def _name_unsaid(self:SavingRun, now):
     new = {k:o for k,o in self.changes.unsaid(now).items() if k not in self.told}
     if new: warn(name_unsaid(new))
     self.told |= {*new}
+
+# %% ../../nbs/62_state.resume.ipynb #17217589
+@patch
+def _open_folder(self:SavingRun, left, wait):
+    "Agree on the folder that all ranks write to; return whether there is one"
+    if wait: self.writer.wait()
+    found = gather_objs((self._new_folder() if self.rank==0 else None,left))
+    self.folder,self.left = found[0][0],any(o for _,o in found)
+    return self.folder is not None
+
+@patch
+def _new_folder(self:SavingRun):
+    if self.writer.busy: return self._put_off()
+    self.begin_interval()
+    res = self.cb.path/temporary()
+    try: res.mkdir(parents=True)
+    except OSError as e: return self.writer.tell(OSError(e.errno, e.strerror, str(self.cb.path)))
+    return res
+
+@patch
+def _seen(self:SavingRun): return dict(sees=self.folder.is_dir()) if self.in_parts else {}
+
+# %% ../../nbs/62_state.resume.ipynb #0d2956f6
+@patch
+def _blind(self:SavingRun, ranks): return [r for r,o in enumerate(ranks) if not o.pop('sees')]
+
+@patch
+def _more(self:SavingRun, blind, chunks, folder):
+    "Write this rank's part, wait for those of the others, and return what `States.write` adds to the state"
+    from fastdist.state.chunks import write_chunks,await_chunks,collect_chunks
+    if blind: raise OSError(errno.ENOENT, f'rank {blind[0]} does not see it, and in shards each rank writes its part; ranks on several nodes need a folder that all of them see', str(folder))
+    write_chunks(folder, 0, chunks)
+    index,files = collect_chunks(folder, await_chunks(folder, self.size, lambda: self.line.failed or self.line.closed))
+    return dict(chunks=index),files
+
+# %% ../../nbs/62_state.resume.ipynb #69b26a1e
+@patch
+def _apart(self:SavingRun, state):
+    "Return `state` without the tensors in shards; a copy of this rank's rows is in `chunks`"
+    if not self.in_parts: return state
+    state,self.chunks = self.cb.layout.apart(self.learn, state, self.left)
+    return state
+
+@patch
+def _write_part(self:SavingRun, wait):
+    self._apart(snapshot(self.learn, 'model', 'opt'))
+    self.writer.wait()
+    self.writer.start(partial(self._part, self.folder, self.chunks))
+    if wait: self.writer.wait()
+
+@patch
+def _part(self:SavingRun, folder, chunks):
+    from fastdist.state.chunks import write_chunks
+    if folder.is_dir(): write_chunks(folder, self.rank, chunks) # rank 0 says what is wrong where it is not, and removes it where it gives the state up
 
 # %% ../../nbs/62_state.resume.ipynb #28846a27
 @patch

@@ -94,6 +94,11 @@ class FitRun:
         firsts[key] = res.first
         return res
 
+    @property
+    def in_parts(self):
+        "Whether each rank has its rows of the model"
+        return getattr(self.cb.layout, 'in_parts', False)
+
     def begin_interval(self):
         "Note the time of a state"
         self.due = time.monotonic()+60*self.cb.minutes if self.cb.minutes else math.inf
@@ -123,6 +128,7 @@ def find(self:FitRun)->dict: # `None` where there is nothing to go on from
     facts = training_facts(self.learn, self._batch())
     self.facts,plan = facts,self._read(facts) if self.rank==0 else None
     plan = broadcast_obj(plan) if self.size>1 else plan
+    if plan and self.in_parts: plan |= self._parts(State(Path(plan['path']), plan['record']))
     if not plan['done'] if plan else self.learn in _skipped:
         with kept_random(*self.learn.dls.loaders): getattr(self.learn.dls, 'n_inp', None) # fastai reads an item for it
     return plan
@@ -135,7 +141,14 @@ def _read(self:FitRun, facts):
     if done: state = self.states.find(lambda a: a['fit']==self.number and a['ended']) or self._nearest(state)
     was,here = state.about['facts'],state.about['fit']==self.number
     check_same_training(was if here else facts|dict(model=was['model']), facts, self.size, state.path)
-    return dict(done=done, path=str(state.path), about=state.about, **{k:state.read(k) for k in ('learner','ranks')})
+    return dict(done=done, path=str(state.path), about=state.about, **(dict(record=state.record) if self.in_parts else {k:state.read(k) for k in ('learner','ranks')}))
+
+@patch
+def _parts(self:FitRun, state):
+    "Return what this rank in shards reads itself"
+    try: return {k:state.read(k, whole=False) for k in ('learner','ranks')}|dict(chunks=state.chunks)
+    except FileNotFoundError:
+        raise ResumeError(state.path, f'files that rank {self.rank} does not see', 'in shards each rank reads its part, so ranks on several nodes need a folder that all of them see') from None
 
 @patch
 def _nearest(self:FitRun, newest):
@@ -146,8 +159,11 @@ def _nearest(self:FitRun, newest):
 @patch
 def put_back(self:FitRun):
     "Write the state that was found into the Learner, but for the random states"
-    p = self.plan
-    put_back(self.learn, p['learner']|dict(left=mean_left(p['ranks'])), self._mine(), p['path'])
+    p,mine = self.plan,self._mine()
+    state = dict(left=mean_left(p['ranks']))|p['learner']
+    if self.in_parts: state = self.cb.layout.rejoined(self.learn, state, p['chunks'])
+    if mine and (self.in_parts or 'left' in p['learner']): mine = {k:v for k,v in mine.items() if k!='left'}
+    put_back(self.learn, state, mine, p['path'])
     self.steps,self.before = p['about']['steps'],p['learner']['before']
     if self.cb.layout and not p['done']: self.cb.layout.settle(p['learner']['buckets'])
     for cb in self.learn.cbs: getattr(type(cb), 'after_put_back', noop)(cb)

@@ -158,7 +158,7 @@ def same_value(
 def _restore_model(model, snap):
     mods,tensors = dict(model.named_modules()),dict(model.named_parameters())|dict(model.named_buffers())
     for n,v in snap['model'].items():
-        if n in tensors: tensors[n].data = tensors[n].data.to(v.dtype)
+        if n in tensors and tensors[n].dtype!=v.dtype: tensors[n].data = tensors[n].data.to(v.dtype)
     model.load_state_dict(snap['model'])
     for n,v in snap.get('buffers', {}).items():
         if n in tensors: tensors[n].data = v.detach().to(tensors[n].device, copy=True)

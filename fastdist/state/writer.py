@@ -35,10 +35,13 @@ class Writer:
     def _run(self, f):
         _step_back()
         try: self.result = f()
-        except OSError as e: self._tell(e)
+        except OSError as e: self.tell(e)
         except BaseException as e: self.error = e
 
-    def _tell(self, e):
+    def tell(self,
+        e:OSError # With the path
+    ):
+        "Warn of `e`, once for each path"
         if e.filename in self.named: return
         self.named.add(e.filename)
         try: warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training goes on, and the states before stay. '

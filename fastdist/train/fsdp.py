@@ -32,6 +32,7 @@ from .joint import *
 from .units import *
 from .shards import *
 from .sharded_opt import *
+from .sharded_state import *
 
 # %% ../../nbs/89a_train.fsdp.ipynb #3acec578
 class RowCarrier(nn.Module):
@@ -53,6 +54,7 @@ def spread(
 # %% ../../nbs/89a_train.fsdp.ipynb #6c66e5f1
 class Sharded(Joint):
     "Layout in which each rank holds a part of each parameter"
+    in_parts = True
     def __init__(self,
         job:Job, # That the Learner has joined
         plan, # A `ShardPlan`
@@ -299,6 +301,19 @@ def _bare(self:Sharded, learn, params, state):
         stack.callback(step_rows, learn.opt)
         stack.callback(retie, learn.opt, lambda p: now.get(id(p), p), lambda v,p: undo.get(id(v), v))
         yield
+
+# %% ../../nbs/89a_train.fsdp.ipynb #90bce3fc
+@patch
+def apart(self:Sharded, learn, state, left=False):
+    "Return `state` without its tensors in shards, and copies of this rank's rows of them; nothing is gathered"
+    self.rest()
+    return take_apart(learn, state, left)
+
+@patch
+def rejoined(self:Sharded, learn, state, read):
+    "Return `state` with this rank's rows of what is in shards"
+    self.rest()
+    return rejoin(learn, state, read)
 
 # %% ../../nbs/89a_train.fsdp.ipynb #07941282
 @patch

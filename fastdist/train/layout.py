@@ -18,6 +18,7 @@ Here one object, a `Layout`, does all of it. The trainer and the callbacks aroun
 | `idle` | this rank takes part in a batch that another rank evaluates |
 | `enter`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
 | `whole` | rank 0 can read the whole model and the optimizer's whole state |
+| `apart`, `rejoined` | where ranks have rows, each copies its own for a file, and reads them back |
 | `compare` | an error is raised unless all ranks hold what they should |
 
 `Layout` itself is the layout of one process, which holds everything and exchanges nothing."""
@@ -36,6 +37,7 @@ from .gradients import *
 # %% ../../nbs/73_train.layout.ipynb #688e9e86
 class Layout:
     "Layout of a Learner's parameters in one process, and base of other layouts"
+    in_parts = False # Whether each rank has its rows of the model, in `apart` and `rejoined`
     swaps,part,bare,sync_bn = (),1.,False,False # Batch norms that count the samples of all ranks; what they were told; whether the wrapper is left out; the user's wish
     def __init__(self,
         prepare:callable=noop # Called with a model; returns the wrapper for its forward pass in training
@@ -183,3 +185,22 @@ def compare(self:Layout,
     when:str # In words, for the message
 ):
     "Raise `DesyncError` on all ranks unless they hold what they should"
+
+# %% ../../nbs/73_train.layout.ipynb #2fd2a2f1
+@patch
+def apart(self:Layout,
+    learn:Learner, # In the layout
+    state:dict, # From `snapshot`, its parts 'model' and 'opt' at least
+    left=False # Whether gradients that no step has used are part of the state
+)->tuple: # `state` for a file, and name -> `Chunk` that this rank writes beside it
+    "Take out of `state` what each rank has its rows of"
+    return state,{}
+
+@patch
+def rejoined(self:Layout,
+    learn:Learner, # In the layout
+    state:dict, # From a file
+    read:callable # Reads rows of the tensors beside it
+)->dict: # For `restore`
+    "Return `state` with tensors as this rank has them"
+    return state
