@@ -62,7 +62,8 @@ class Sharded(Joint):
         alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
         self.job,self.plan,self.alone = job,plan.on(job.world),alone
-        self.cut,self.group,self.open,self.order,self.stack = {},None,False,[],ExitStack()
+        self.cut,self.group,self.order,self.stack = {},None,[],ExitStack()
+        self.free,self.opener,self.steps = False,None,[0,0] # whether the next pass of a model is the batch's own; what began the pass that runs; the optimizer's steps begun and done
         super().__init__(job.line.exchanges, job.world.size, sync_bn)
 
     def forget(self):
@@ -70,6 +71,7 @@ class Sharded(Joint):
         super().forget()
         for s in self.cut.values(): s.model.set_requires_gradient_sync(True)
         self.waits,self.syncs = False,True
+        self._end_pass()
         self.rest()
 
     def rest(self):
@@ -78,6 +80,7 @@ class Sharded(Joint):
 
     def give_up(self):
         "Forget the pass that an error has ended"
+        self._end_pass()
         for s in self.cut.values(): s.give_up()
 
 # %% ../../nbs/89a_train.fsdp.ipynb #3f3b90de
@@ -146,7 +149,7 @@ def _fill(self:Sharded, ts):
 @patch
 def _attend(self:Sharded, shards):
     "See forward passes of the model, and calls of its `reset`"
-    shards.watch(partial(self._before, shards), self._after)
+    shards.watch(partial(self._before, shards), partial(self._after, shards))
     if hasattr(shards.model, 'reset'): shards.model.reset = partial(self._reset, shards, shards.model.reset)
 
 @patch
@@ -161,28 +164,34 @@ def _reset(self:Sharded, shards, run, *args, **kwargs):
 @patch
 def _before(self:Sharded, shards, i, *_):
     "Called before the forward pass of unit `i`"
-    if i==len(shards.parts)-1: self.order = []
+    outermost = i==len(shards.parts)-1
+    if outermost: self.order = []
     self.order.append((shards,i))
-    if self.open: return
+    if self.opener or torch._C._current_graph_task_id()>=0: return # within a pass that all ranks make, or recomputed by a backward pass
     if self.alone(): raise RuntimeError('You let rank 0 alone use a model in shards, and a forward pass needs the shards of all ranks. HINT: a callback without rank0_only, or shard=False')
     if control_connection() is None: raise RuntimeError('The model is in shards, which ranks hold, and this is outside of their context. HINT: `with learn.distrib_ctx(shard=True):` around it')
-    self.stack.enter_context(exchange('a forward pass of the model in shards'))
-    self.stack.callback(setattr, self, 'open', False)
-    self.open = True
+    if not (self.free and outermost): self.stack.enter_context(exchange('a forward pass of the model in shards'))
+    self.free,self.opener = self.free and not outermost,(shards,i)
 
 @patch
-def _after(self:Sharded):
-    if not self.stack._exit_callbacks: return
+def _after(self:Sharded, shards, i):
+    if self.opener!=(shards,i): return
+    other = bool(self.stack._exit_callbacks)
+    self._end_pass()
+    if other and not torch.is_grad_enabled(): self.rest()
+
+@patch
+def _end_pass(self:Sharded):
+    self.opener = None
     self.stack.close()
-    if not torch.is_grad_enabled(): self.rest()
 
 @patch
 @contextmanager
 def evaluation(self:Sharded):
-    "Return a context manager for one batch that is evaluated"
-    was,self.open = self.open,True
+    "Return a context manager for one batch, whose first forward pass all ranks make"
+    was,self.free = self.free,True
     try: yield
-    finally: self.open = was
+    finally: self.free = was
 
 @patch
 def idle(self:Sharded):

@@ -106,11 +106,20 @@ class Shards:
     ):
         self.model,self.parts,self.carrier,self.how = model,[*units,model],carrier,how|dict(ignored_params={*whole})
         self.held,self.strides,self.mesh,self.classes,self.handles = {},{},None,{},[]
+        self.rows,self.carried = {},{m:dict(m._parameters) for m in (carrier.modules() if carrier else ())}
 
     @property
     def size(self):
         "Number of ranks that rows are shared out to"
         return self.mesh.size(-1)
+    @property
+    def units_on(self):
+        "Units that are in shards: all of them, or those before the one at which `put_on` failed"
+        return [m for m in self.parts if isinstance(m, FSDPModule)]
+    @property
+    def is_on(self):
+        "Whether the whole model is in shards"
+        return isinstance(self.model, FSDPModule) and fully_shard.state(self.model)._is_root is True
     @property
     def params(self):
         "The user's Parameter -> its Parameter in shards"
@@ -119,6 +128,8 @@ class Shards:
     def root(self, name):
         "Return FSDP's record of the parameter `name` of the carrier"
         return first(o for o in _records(self.model) if o._module_info.module is self.carrier and o._module_info.param_name==name)
+
+def _groups(state): return [g for s in state._state_ctx.all_states for g in s._fsdp_param_groups]
 
 def _records(m):
     "Return FSDP's records of the parameters of unit `m`"
@@ -148,6 +159,7 @@ def put_on(self:Shards,
         self._contiguous(new)
         m.register_forward_hook(_own_memory)
         self._shard(m)
+    fully_shard.state(self.model)._lazy_init() # or a unit that is called before the model takes itself for the outermost
 
 @patch
 def _contiguous(self:Shards, params):
@@ -163,6 +175,7 @@ def _shard(self:Shards, m):
         p = own.get((id(o._module_info.module),o._module_info.param_name))
         if p is None: continue # the carrier's
         self.held[p] = o
+        self.rows.pop(p, None)
         p.grad,p.data = None,p.data.new_empty(0)
 
 @contextmanager
@@ -177,35 +190,45 @@ def _with_carrier(m, carrier):
 @patch
 def watch(self:Shards,
     before:callable, # Called with the number of a unit before its forward pass, and before FSDP's hooks
-    after:callable # Called after the forward pass of the model, also where it fails
+    after:callable # Called with the number of a unit after its forward pass, also where it fails
 ):
     "Call `before` and `after` around forward passes, until `take_off`"
     def pre(i, *_): return before(i)
-    def post(*_): return after()
-    for i,m in enumerate(self.parts): m.register_forward_pre_hook(partial(pre, i), prepend=True)
-    self.model.register_forward_hook(post, always_call=True)
+    def post(i, *_): return after(i)
+    for i,m in enumerate(self.parts):
+        m.register_forward_pre_hook(partial(pre, i), prepend=True)
+        m.register_forward_hook(partial(post, i), always_call=True)
 
 @patch
 def renew(self:Shards,
     mesh:DeviceMesh # Over a new process group
 ):
     "Cut the model again over `mesh`, from the rows that ranks have"
-    size,rows = self.size,{p:(local(o.sharded_param.detach()), len(o.sharded_param)) for p,o in self.held.items()}
+    self.rows |= {p:(local(o.sharded_param.detach()), len(o.sharded_param), self.size) for p,o in self.held.items()}
     def fill(params):
-        for p in params: p.data = put_together(*rows.pop(p), size)
+        for p in params: p.data = put_together(*self.rows[p])
     self.take_off(lambda q: None)
     self.put_on(mesh, fill)
 
 @patch
 def rest(self:Shards):
     "Free what forward passes have gathered"
-    for m in self.parts: m.reshard()
+    for m in self.units_on: m.reshard()
+    if self.is_on: _forget_order(self.model)
+
+def _forget_order(m):
+    "Let the next backward pass prefetch nothing of forward passes that had none, of which ranks have different numbers"
+    state = fully_shard.state(m)
+    state._comm_ctx.post_forward_order.clear()
+    for g in _groups(state): g._post_forward_indices.clear()
 
 @patch
 def give_up(self:Shards):
-    "Forget a pass that an error has ended"
-    with suppress(RuntimeError): self.model.reset_iter_state() # it waits for collectives, which have failed
-    self.rest()
+    "Forget a pass that an error has ended, with all gradients"
+    if not self.is_on: return self.rest()
+    for again in (True,False):
+        for g in _groups(fully_shard.state(self.model)) if not again else (): g._all_gather_result = None
+        with suppress(RuntimeError): return self.model.reset_iter_state() # it may wait for collectives, which have failed
 
 # %% ../../nbs/89_train.shards.ipynb #0e6fd467
 @patch
@@ -219,7 +242,8 @@ def take_off(self:Shards,
         if v is not None: p.data = v if self.strides[p]==v.stride() else v.new_empty_strided(v.shape, self.strides[p]).copy_(v)
         p.requires_grad_(o.sharded_param.requires_grad)
         o._setattr_on_modules(p)
-    for m in (*self.model.modules(),*L(self.carrier).filter()): self._clean(m)
+    for o,ps in self.carried.items(): o._parameters.update(ps)
+    for m in (*self.model.modules(),*self.carried): self._clean(m)
     left = {f'{n or type(self.model).__name__}: {", ".join(ks)}' for n,m in self.model.named_modules() if (ks := _traces(m))}
     self.held,self.mesh = {},None
     if left: raise RuntimeError(f'torch {torch.__version__} leaves on the model what fastdist does not know: {"; ".join(sorted(left)[:4])}. HINT: another torch; please report it')
