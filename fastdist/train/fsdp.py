@@ -16,9 +16,11 @@ __all__ = ['RowCarrier', 'spread', 'Sharded']
 # %% ../../nbs/89a_train.fsdp.ipynb #a861df1e
 import torch
 from contextlib import ExitStack,contextmanager
+from dataclasses import replace
 from warnings import warn
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecisionPolicy,OffloadPolicy
+from torch.distributed.tensor.experimental import implicit_replication
 from fastcore.all import *
 from fastai.basics import *
 from ..job.errors import *
@@ -30,6 +32,9 @@ from .consistency import *
 from .gradients import *
 from .joint import *
 from .units import *
+from .recompute import *
+from .compiling import *
+from .row_steps import *
 from .shards import *
 from .sharded_opt import *
 from .sharded_state import *
@@ -62,7 +67,7 @@ class Sharded(Joint):
         alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
         self.job,self.plan,self.alone = job,plan.on(job.world),alone
-        self.cut,self.group,self.order,self.stack = {},None,[],ExitStack()
+        self.cut,self.group,self.order,self.stack,self.mixing = {},None,[],ExitStack(),ExitStack()
         self.free,self.opener,self.steps = False,None,[0,0] # whether the next pass of a model is the batch's own; what began the pass that runs; the optimizer's steps begun and done
         super().__init__(job.line.exchanges, job.world.size, sync_bn)
 
@@ -70,7 +75,8 @@ class Sharded(Joint):
         "Also free what was gathered"
         super().forget()
         for s in self.cut.values(): s.model.set_requires_gradient_sync(True)
-        self.waits,self.syncs = False,True
+        self.waits,self.syncs,self.mixes = False,True,False
+        self.mixing.close()
         self._end_pass()
         self.rest()
 
@@ -125,10 +131,9 @@ def _now(self:Sharded):
 @patch
 def _cut(self:Sharded, model):
     check_alike(model_facts(model))
-    units,whole,first_ = choose_units(model, self.plan),unsharded_params(model, self.plan),first(p for p in model.parameters() if p.requires_grad and p.ndim)
-    check_units(model, units)
-    carrier = RowCarrier(self.mesh.size(-1), torch.empty(0, device=self.job.world.device, dtype=first_.dtype)) if first_ is not None else None
-    res = Shards(model, units, whole, carrier, **self._how())
+    units,whole = choose_units(model, self.plan),self._whole_params(model)
+    check_units(model, units, whole)
+    res = Shards(model, units, whole, self._carrier(model, units, whole), self._over(model, units), **self._how())
     with exchange('the model, which is cut into shards'):
         res.put_on(self.mesh, self._fill)
         self._fill([*whole,*model.buffers()])
@@ -136,14 +141,43 @@ def _cut(self:Sharded, model):
     return res
 
 @patch
-def _how(self:Sharded):
-    plan = self.plan
-    return dict(reshard_after_forward=plan.reshard, mp_policy=plan.mixed or MixedPrecisionPolicy(), offload_policy=CPUOffloadPolicy() if plan.offload else OffloadPolicy())
-
-@patch
 def _fill(self:Sharded, ts):
     for t in ts: t.data = t.data.to(self.job.world.device)
     spread(ts)
+
+# %% ../../nbs/89a_train.fsdp.ipynb #beb9c64b
+@patch
+def _whole_params(self:Sharded, model):
+    "Return the parameters that each rank holds whole; those of norms that track means do not compute in a lower precision, since their buffers do not"
+    res = unsharded_params(model, self.plan)
+    if not (self.plan.mixed and self.plan.mixed.param_dtype): return res
+    known = {id(p) for p in res}
+    return res+[p for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None for p in m.parameters() if id(p) not in known]
+
+@patch
+def _carrier(self:Sharded, model, units, whole):
+    "Return a carrier with the type of the parameters of the outermost unit"
+    if not any(p.requires_grad and p.ndim for p in model.parameters()): return
+    own = L(unit_params(model, units, whole)[-1].values())
+    like = first(sorted(own, key=lambda p: not p.requires_grad))
+    return RowCarrier(self.mesh.size(-1), torch.empty(0, device=self.job.world.device, dtype=torch.float32 if like is None else like.dtype))
+
+# %% ../../nbs/89a_train.fsdp.ipynb #c4cfdff1
+@patch
+def _over(self:Sharded, model, units):
+    "Return what changes forward passes once `model` is in shards: compiled inside, computed again around that"
+    plugin = self.job.live.acc.state.dynamo_plugin
+    def over():
+        undo = [compile_units(model, units, plugin), recompute(units) if self.plan.checkpointing else noop]
+        return lambda: [f() for f in undo[::-1]]
+    return over
+
+@patch
+def _how(self:Sharded):
+    "Return the options of torch's `fully_shard`; where the model computes in a lower precision it returns float32, as autocast's losses have it"
+    plan,mixed = self.plan,self.plan.mixed or MixedPrecisionPolicy()
+    root = replace(mixed, output_dtype=torch.float32) if mixed.param_dtype and not mixed.output_dtype else mixed
+    return dict(root=dict(mp_policy=root), reshard_after_forward=plan.reshard, mp_policy=mixed, offload_policy=CPUOffloadPolicy() if plan.offload else OffloadPolicy())
 
 # %% ../../nbs/89a_train.fsdp.ipynb #24f2ceb8
 @patch
@@ -164,10 +198,11 @@ def _reset(self:Sharded, shards, run, *args, **kwargs):
 @patch
 def _before(self:Sharded, shards, i, *_):
     "Called before the forward pass of unit `i`"
+    if torch._C._current_graph_task_id()>=0: return # computed again in a backward pass, in which FSDP gathers
     outermost = i==len(shards.parts)-1
     if outermost: self.order = []
     self.order.append((shards,i))
-    if self.opener or torch._C._current_graph_task_id()>=0: return # within a pass that all ranks make, or recomputed by a backward pass
+    if self.opener: return # within a pass that all ranks make
     if self.alone(): raise RuntimeError('You let rank 0 alone use a model in shards, and a forward pass needs the shards of all ranks. HINT: a callback without rank0_only, or shard=False')
     if control_connection() is None: raise RuntimeError('The model is in shards, which ranks hold, and this is outside of their context. HINT: `with learn.distrib_ctx(shard=True):` around it')
     if not (self.free and outermost): self.stack.enter_context(exchange('a forward pass of the model in shards'))
@@ -214,6 +249,8 @@ def wrap(self:Sharded, learn):
     "Cut a model that is new, and give the optimizer the shards"
     self.rest()
     self._adopt(learn)
+    scale_rows(learn)
+    if any(s.how['ignored_params'] for s in self.cut.values()) and not self.mixes: self.mixes = self.mixing.enter_context(implicit_replication()) or True
     return super(Sharded, self).wrap(learn)
 
 @patch
@@ -240,7 +277,7 @@ def forward(self:Sharded, *args, **kwargs):
 def backward(self:Sharded, run, t, g, numbers):
     "Run the pass; `numbers` travel as the gradient of the carrier's rows"
     carry = self.shards.root('carry') if self.waits and self.shards.carrier is not None else None
-    self.waits = carry is not None and carry.reduce_dtype in (None,torch.float32,torch.float64) and carry.orig_dtype.itemsize>=4
+    self.waits = carry is not None and all(o is None or o.itemsize>=4 for o in (carry.orig_dtype,carry.param_dtype,carry.reduce_dtype))
     if not self.waits: return run(t, g)
     rows = carry._unsharded_param
     run((t,rows), (g,numbers.to(rows).expand_as(rows)))

@@ -22,6 +22,7 @@ from fastai.basics import *
 from fastai.optimizer import (Lookahead,_BaseOptimizer,_update,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,qhadam_step,
     radam_step,rms_prop_step,sgd_step,step_stat,weight_decay)
 from .gradients import *
+from .row_steps import *
 from .shards import *
 
 # %% ../../nbs/89_train.sharded_opt.ipynb #95978347
@@ -113,8 +114,9 @@ def _zero_grad(self):
 def step_rows(
     opt # Of a Learner
 ):
-    "Let fastai's optimizers in `opt` step rows, until `step_whole`"
+    "Let the optimizers in `opt` step rows, until `step_whole`"
     for o in _chain(opt):
+        if isinstance(o, torch.optim.Optimizer) and 'step' not in vars(o): o.step = MethodType(torch_step, o)
         if isinstance(o, Optimizer) and type(o).step is Optimizer.step and 'step' not in vars(o): vars(o).update(step=MethodType(_step, o), zero_grad=MethodType(_zero_grad, o))
 
 def step_whole(
@@ -122,4 +124,6 @@ def step_whole(
 ):
     "Undo `step_rows`"
     for o in _chain(opt):
-        if getattr(vars(o).get('step'), '__func__', None) is _step: del o.step,o.zero_grad
+        f = getattr(vars(o).get('step'), '__func__', None)
+        if f in (_step,torch_step): del o.step
+        if f is _step: del o.zero_grad

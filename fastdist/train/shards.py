@@ -102,10 +102,12 @@ class Shards:
         units:list, # Modules that are gathered one at a time, innermost first, without `model`
         whole:list=(), # Parameters that each rank holds whole
         carrier:nn.Module=None, # With a parameter that belongs to the unit of `model`, of as many rows as there are shards
+        over:callable=None, # Called when `model` is in shards, to change forward passes; returns what undoes it
+        root:dict=None, # In place of some of `how` for the unit of `model`
         **how # For torch's `fully_shard`
     ):
-        self.model,self.parts,self.carrier,self.how = model,[*units,model],carrier,how|dict(ignored_params={*whole})
-        self.held,self.strides,self.mesh,self.classes,self.handles = {},{},None,{},[]
+        self.model,self.parts,self.carrier,self.over,self.root_how,self.how = model,[*units,model],carrier,over,root or {},how|dict(ignored_params={*whole})
+        self.held,self.strides,self.mesh,self.classes,self.undo = {},{},None,{},noop
         self.rows,self.carried = {},{m:dict(m._parameters) for m in (carrier.modules() if carrier else ())}
 
     @property
@@ -160,7 +162,10 @@ def put_on(self:Shards,
         m.register_forward_hook(_own_memory)
         self._shard(m)
     fully_shard.state(self.model)._lazy_init() # or a unit that is called before the model takes itself for the outermost
+    self._dress_over()
 
+@patch
+def _dress_over(self:Shards): self.undo = self.over() if self.over else noop
 @patch
 def _contiguous(self:Shards, params):
     for p in params:
@@ -170,7 +175,8 @@ def _contiguous(self:Shards, params):
 @patch
 def _shard(self:Shards, m):
     own = {(id(o),n):p for o in m.modules() for n,p in o._parameters.items()}
-    with _with_carrier(m, self.carrier if m is self.model else None): fully_shard(m, mesh=self.mesh, **self.how)
+    how = self.how | (self.root_how if m is self.model else {})
+    with _with_carrier(m, self.carrier if m is self.model else None): fully_shard(m, mesh=self.mesh, **how)
     for o in _records(m):
         p = own.get((id(o._module_info.module),o._module_info.param_name))
         if p is None: continue # the carrier's
@@ -237,6 +243,7 @@ def take_off(self:Shards,
 ):
     "Remove everything that `put_on` added; the user's Parameters get the results of `value`"
     self.rest()
+    self.undo()
     for p,o in self.held.items():
         v = value(o.sharded_param)
         if v is not None: p.data = v if self.strides[p]==v.stride() else v.new_empty_strided(v.shape, self.strides[p]).copy_(v)
@@ -265,6 +272,7 @@ def bare(self:Shards,
 ):
     "Return a context manager in which the model is the user's, with `values`, and nothing of FSDP is on it; none of its hooks may be removed there"
     self.rest()
+    self.undo()
     saved = {m:dict(vars(m)) for m in self.model.modules()}
     classes = {m:type(m) for m in self.parts}
     for p,o in self.held.items():
@@ -286,3 +294,4 @@ def _dress(self:Shards, saved, classes):
     for p,o in self.held.items():
         o._setattr_on_modules(o.sharded_param)
         p.data = p.data.new_empty(0)
+    self._dress_over()
