@@ -176,6 +176,7 @@ def watch(self:Shards,
     def post(*_): return after()
     for i,m in enumerate(self.parts): m.register_forward_pre_hook(partial(pre, i), prepend=True)
     self.model.register_forward_hook(post, always_call=True)
+    self.read_whole()
 
 @patch
 def renew(self:Shards,
@@ -198,6 +199,18 @@ def give_up(self:Shards):
     "Forget a pass that an error has ended"
     with suppress(RuntimeError): self.model.reset_iter_state() # it waits for collectives, which have failed
     self.rest()
+
+# %% ../../nbs/89_train.shards.ipynb #6cabe8b7
+@patch
+def read_whole(self:Shards):
+    "Let each module of the model read plain tensors in `load_state_dict`: this rank's rows of them; until `take_off`"
+    for m in self.model.modules(): m._register_load_state_dict_pre_hook(_cut_read, with_module=True)
+
+def _cut_read(m, state, prefix, *_):
+    for n,p in m._parameters.items():
+        v = state.get(prefix+n)
+        if not isinstance(p, DTensor) or not isinstance(v, Tensor) or isinstance(v, DTensor) or v.shape!=p.shape: continue
+        state[prefix+n] = in_shards(rows_of(v, p.device_mesh).to(local(p).device), p)
 
 # %% ../../nbs/89_train.shards.ipynb #0e6fd467
 @patch
