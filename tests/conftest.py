@@ -1,7 +1,7 @@
 import os,pytest,sys
 from functools import cache
 from importlib import import_module,metadata
-from inspect import signature
+from inspect import unwrap
 from hypothesis import settings
 from procs import Warm
 from xdist.scheduler import LoadScopeScheduling
@@ -26,11 +26,12 @@ def pytest_configure(config):
     if config.getoption('--shard'): shard_by_default()
 
 def shard_by_default():
-    "Give `DistributedTrainer` another default; forked ranks have it too"
+    "Give what takes `shard` another default; forked ranks have it too"
     from fastdist.train import fsdp,trainer # ranks have what it imports of torch
-    init = trainer.DistributedTrainer.__init__
-    at = [*signature(init).parameters].index('shard')-1
-    init.__defaults__ = *init.__defaults__[:at],True,*init.__defaults__[at+1:]
+    from fastdist.learner import Learner
+    for f in map(unwrap, (trainer.DistributedTrainer.__init__,Learner.to_distributed,Learner.distrib_ctx)):
+        at = f.__code__.co_varnames.index('shard')-1
+        f.__defaults__ = *f.__defaults__[:at],True,*f.__defaults__[at+1:]
 
 def pytest_collection_modifyitems(config, items):
     "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout; slow tests come first, so that all workers end at the same time"

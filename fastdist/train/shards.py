@@ -197,7 +197,7 @@ def rest(self:Shards):
 @patch
 def give_up(self:Shards):
     "Forget a pass that an error has ended"
-    with suppress(RuntimeError): self.model.reset_iter_state() # it waits for collectives, which have failed
+    with suppress(RuntimeError,AttributeError): self.model.reset_iter_state() # it waits for collectives, which have failed; or there was no pass yet
     self.rest()
 
 # %% ../../nbs/89_train.shards.ipynb #6cabe8b7
@@ -211,6 +211,13 @@ def _cut_read(m, state, prefix, *_):
         v = state.get(prefix+n)
         if not isinstance(p, DTensor) or not isinstance(v, Tensor) or isinstance(v, DTensor) or v.shape!=p.shape: continue
         state[prefix+n] = in_shards(rows_of(v, p.device_mesh).to(local(p).device), p)
+
+# %% ../../nbs/89_train.shards.ipynb #42dbba98
+@patch
+def gather_again(self:Shards):
+    "Gather all units if a gradient of a gradient needs them: a pass over the outputs of the forward pass was made, and has freed what it gathered"
+    if all(g.is_unsharded for g in fully_shard.state(self.model)._fsdp_param_groups): return
+    for m in self.parts: m.unshard()
 
 # %% ../../nbs/89_train.shards.ipynb #0e6fd467
 @patch
