@@ -2,6 +2,7 @@ import gc,os,pytest,random,sys
 from binascii import crc32
 from functools import cache
 from importlib import import_module,metadata
+from inspect import unwrap
 from hypothesis import settings
 from procs import Warm
 from xdist.scheduler import LoadScopeScheduling
@@ -17,16 +18,28 @@ settings.register_profile('same', max_examples=40, deadline=None, derandomize=Tr
 settings.register_profile('search', settings.get_profile('same'), max_examples=5000, derandomize=False) # `pytest --hypothesis-profile search`
 settings.load_profile('same')
 
-def pytest_addoption(parser): parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole tables of test_survive.py and test_faults.py; a number for other moments')
+def pytest_addoption(parser):
+    parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole tables of test_survive.py and test_faults.py; a number for other moments')
+    parser.addoption('--shard', action='store_true', help='models in shards, wherever a test does not say; without the tests that are about replicas or start processes')
 
 def pytest_configure(config):
     if not config.getoption('numprocesses', 0) or hasattr(config, 'workerinput'): # xdist's head runs no test
-        for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks'): import_module(f'torch.{o}') # DDP imports them when it is made, for two seconds; forked ranks have them then
-    for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds'): config.addinivalue_line('markers', o)
+        for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks','distributed.fsdp','distributed.tensor'): import_module(f'torch.{o}') # DDP and shards import them when they are made, for two seconds; forked ranks have them then
+    for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds', 'replicas: is about DDP, or does what a model in shards refuses'): config.addinivalue_line('markers', o)
+    if config.getoption('--shard'): shard_by_default()
 
-def pytest_collection_modifyitems(items):
+def shard_by_default():
+    "Give what takes `shard` another default; forked ranks have it too"
+    from fastdist.train import fsdp,trainer # ranks have what it imports of torch
+    from fastdist.learner import Learner
+    for f in map(unwrap, (trainer.DistributedTrainer.__init__,Learner.to_distributed,Learner.distrib_ctx)):
+        at = f.__code__.co_varnames.index('shard')-1
+        f.__defaults__ = *f.__defaults__[:at],True,*f.__defaults__[at+1:]
+
+def pytest_collection_modifyitems(config, items):
     "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout; slow tests come first, so that all workers end at the same time"
     items[:] = sorted((o for o in items if o.function.__module__==o.module.__name__), key=lambda o: o.get_closest_marker('slow') is None)
+    if config.getoption('--shard'): items[:] = [o for o in items if not (o.get_closest_marker('replicas') or o.get_closest_marker('launcher') or 'warm' in o.fixturenames)]
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))
@@ -65,10 +78,3 @@ def pytest_terminal_summary(terminalreporter, config):
     from test_survive import table
     ended = {kind:[o.nodeid for o in terminalreporter.stats.get(kind, [])] for kind in ('passed','failed')}
     terminalreporter.write('\n'.join(table(ended))+'\n')
-
-if os.environ.get('SHARDS'):
-    from fastdist.train.trainer import DistributedTrainer
-    _init = DistributedTrainer.__init__
-    def _sharded(self, sync_bn=True, patience=None, desync_check=True, shard=False, keep_sharded=False, **kw): _init(self, sync_bn, patience, desync_check, True, keep_sharded, **kw)
-    DistributedTrainer.__init__ = _sharded
-    import fastdist.train.fsdp

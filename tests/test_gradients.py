@@ -36,6 +36,8 @@ def compare(mk, cbs=noop, size=2, tol=1e-5, bs=12, n=3, **kw):
         for a,b in zip(one[:n], o[:n], strict=True): test_close(a, b, tol)
 
 unused = dict(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+replicas = pytest.mark.replicas
+kws = pytest.mark.parametrize('kw', ({}, pytest.param(unused, marks=replicas)))
 sizes = pytest.mark.parametrize('size', (2,3))
 
 # Another model, another optimizer, other layers
@@ -68,7 +70,7 @@ def frozen(bs):
     return learn
 
 @sizes
-@pytest.mark.parametrize('kw', ({}, unused))
+@kws
 def test_a_layer_thawed_in_an_epoch(kw, size): compare(frozen, Thaw, size, **kw)
 
 # A loss that learns
@@ -86,7 +88,7 @@ def with_loss(bs, opt=partial(SGD, mom=.9), **kw):
     return learner(bs, opt=opt, loss=lambda: loss, splitter=lambda m: [params(m),params(loss)])
 
 @sizes
-@pytest.mark.parametrize('kw', ({}, unused))
+@kws
 def test_parameters_of_the_loss(kw, size): compare(with_loss, GradientClip, size, **kw)
 
 # Other backward passes
@@ -160,12 +162,12 @@ class ByHand(Callback):
     decides = True
 
 @sizes
-@pytest.mark.parametrize('cb', (Adversarial,InTheMidst,Penalty,TwoSteps,ByHand))
+@pytest.mark.parametrize('cb', (Adversarial,InTheMidst,Penalty,TwoSteps,pytest.param(ByHand, marks=replicas)))
 def test_other_passes(cb, size): compare(learner, cb, size)
 
 def ignores(): return CrossEntropyLossFlat(ignore_index=1)
 
-@pytest.mark.parametrize('cb', (SAM,Adversarial,InTheMidst,TwoSteps,ByHand))
+@pytest.mark.parametrize('cb', (SAM,Adversarial,InTheMidst,TwoSteps,pytest.param(ByHand, marks=replicas)))
 def test_a_mean_over_some_targets(cb):
     "One process divides each pass by the number of targets that count in its batch"
     compare(partial(learner, loss=ignores), cb, 3)
@@ -173,11 +175,12 @@ def test_a_mean_over_some_targets(cb):
 class Total(CrossEntropyLossFlat):
     def __init__(self, **kw): super().__init__(reduction='sum')
 
-@pytest.mark.parametrize('cb', (SAM,InTheMidst,ByHand))
+@pytest.mark.parametrize('cb', (SAM,InTheMidst,pytest.param(ByHand, marks=replicas)))
 def test_sums(cb): compare(lambda bs: learner(bs, loss=Total, opt=partial(Adam, eps=1e-3)), cb, 3, tol=1e-4)
 
 hooked = dict(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
 
+@replicas
 @pytest.mark.parametrize('cb,kw,tol', [(noop,hooked,1e-2), (SAM,hooked,1e-2), (InTheMidst,unused,1e-5), (SAM,unused,1e-5)])
 def test_options_of_ddp(cb, kw, tol): compare(learner, cb, n=1, tol=tol, **kw)
 
@@ -194,7 +197,7 @@ def gan(bs, **kw):
     gen,critic = nn.Sequential(nn.Linear(4,6), nn.ReLU(), nn.Linear(6,8)),nn.Sequential(nn.Linear(8,6), nn.LeakyReLU(), nn.Linear(6,1))
     return GANLearner.wgan(dls, gen, critic, switcher=FixedGANSwitcher(n_crit=2, n_gen=1), clip=.3, opt_func=partial(Adam, mom=0., eps=1e-2), **kw)
 
-@pytest.mark.parametrize('gen_first,kw,size', [(False,{},2), (True,{},3), (False,unused,3), (True,unused,2)])
+@pytest.mark.parametrize('gen_first,kw,size', [(False,{},2), (True,{},3), *[pytest.param(*o, marks=replicas) for o in ((False,unused,3), (True,unused,2))]])
 def test_gan(gen_first, kw, size):
     "In validation its metric of the critic's loss is that of the last batch of training, which each rank has its own of"
     compare(partial(gan, gen_first=gen_first), size=size, n=2, **kw)
@@ -231,6 +234,7 @@ class Extra(Callback):
     def after_backward(self):
         if self.training: self.model.layers[rank_distrib()%2](self.xb[0]).square().mean().backward()
 
+@replicas
 def test_a_layer_that_one_rank_uses():
     def f(rank):
         kw = dict(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
@@ -281,7 +285,7 @@ class OnRank0(OwnLoop):
         self.loss_func(self.model(Data().x), Data().y).backward()
         self.opt.zero_grad()
 
-@pytest.mark.parametrize('cb', (Nested,Inner,OwnLoop,Other,OnRank0))
+@pytest.mark.parametrize('cb', (Nested,Inner,OwnLoop,Other,pytest.param(OnRank0, marks=replicas)))
 def test_trainings_within(cb): compare(learner, cb, 3, n=1)
 
 # Steps of one's own
@@ -417,6 +421,7 @@ class Sparse(nn.Sequential):
 faults = [('HINT: torch.autograd.grad', dict(cbs=Second())), ('not on layers.1.weight, layers.1.bias, so DDP did not average', dict(model=partial(Branches, 0))),
     (r'sparse gradient of shape \(4, 3\)', dict(model=Sparse, cls=Own))]
 
+@replicas
 @pytest.mark.parametrize('match,kw', faults)
 def test_refused_before_the_step(match, kw):
     cbs = [InTheMidst()] if 'sparse' in match else []
@@ -440,4 +445,5 @@ def per_step(**kw):
     a,b = [on_ranks(lambda rank: counted(rank, n, **kw), join=False)[0] for n in (64,128)]
     return (b-a)/8
 
+@replicas
 def test_one_exchange_a_pass(): test_eq([per_step(), per_step(cbs=SAM()), per_step(cls=Own)], [1,2,1])

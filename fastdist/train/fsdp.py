@@ -102,21 +102,24 @@ def enter(self:Sharded, learn):
 @patch
 def _adopt(self:Sharded, learn):
     "Cut the model of `learn`, unless it is cut, and give its optimizer the shards"
-    model = learn.model
+    model,back = learn.model,{}
     if model not in self.cut:
-        for old in [o for o in self.cut if {*o.modules()} & {*model.modules()}]: self._put_back(old)
+        for old in [o for o in self.cut if {*o.modules()} & {*model.modules()}]: back |= self._put_back(old)
         self.cut[model] = self._cut(model)
-    self._retie(learn.opt)
+    self._retie(learn.opt, back)
 
 @patch
 def _put_back(self:Sharded, model):
-    "Make `model` whole again, since another model has modules of it"
+    "Make `model` whole again, since another model has modules of it; return identity of a parameter in shards -> the user's"
     s = self.cut.pop(model)
+    back = {id(r.sharded_param):p for p,r in s.held.items()}
     with exchange('the model, which is put together'): s.take_off(lambda p: put_together(local(p.detach()), len(p), s.size))
+    return back
 
 @patch
-def _retie(self:Sharded, opt):
+def _retie(self:Sharded, opt, back):
     now = self._now()
+    now |= {i:now[id(p)] for i,p in back.items() if id(p) in now}
     if opt is None or not any(id(p) in now for ps in opt.param_lists for p in ps): return
     at = lambda p: now.get(id(p), p)
     retie(opt, at, lambda v,p: cut_state(v, at(p)))
@@ -278,6 +281,7 @@ def backward(self:Sharded, run, t, g, numbers):
     "Run the pass; `numbers` travel as the gradient of the carrier's rows"
     carry = self.shards.root('carry') if self.waits and self.shards.carrier is not None else None
     self.waits = carry is not None and all(o is None or o.itemsize>=4 for o in (carry.orig_dtype,carry.param_dtype,carry.reduce_dtype))
+    self.shards.gather_again()
     if not self.waits: return run(t, g)
     rows = carry._unsharded_param
     run((t,rows), (g,numbers.to(rows).expand_as(rows)))
@@ -303,6 +307,24 @@ def average(self:Sharded, params, numbers, weight=1.):
     "Average the gradients of what is not in shards; the others are averaged in each backward pass"
     rest = [p for p in params if not hasattr(p, '_local_tensor')]
     return average_grads(rest, numbers, weight) if rest else all_reduce(numbers.clone())/self.size
+
+# %% ../../nbs/89a_train.fsdp.ipynb #8fc52afd
+_notes = {'mixed torch.Tensor and DTensor':'Before and after its forward pass, this rank has a part of each parameter of a model in shards, a DTensor. HINT: to use parameters between forward and backward pass, '
+    'distrib_ctx(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)), with which they are whole there; or shard=False',
+    'not have been used in the graph':'A model in shards gives gradients to its parameters in a backward pass, and torch.autograd.grad with regard to them does not. HINT: backward(), or shard=False'}
+
+@patch
+def explain(self:Sharded, e):
+    "Add a note to `e` where it comes from a parameter in shards"
+    for k,note in _notes.items():
+        if k in str(e): getattr(e, 'add_note', noop)(note)
+
+@patch
+def check_step(self:Sharded):
+    "Raise `RuntimeError` if a gathered parameter has a gradient that no backward pass has put there: it would be lost"
+    if not self.exchanging: return
+    lost = [r._param_fqn for s in self.cut.values() for r in s.held.values() if getattr(getattr(r, '_unsharded_param', None), 'grad', None) is not None]
+    if lost: raise RuntimeError(f'You set the gradient of {", ".join(lost[:3])} outside of a backward pass, and in shards the optimizer steps other tensors. HINT: backward(), or shard=False')
 
 # %% ../../nbs/89a_train.fsdp.ipynb #0e7d3635
 @patch

@@ -53,6 +53,8 @@ class Layout:
     def leave(self, learn): "Undo `enter`; called before the job is left"
     def renew(self, learn): "Go on with another process group, which has taken the place of one that broke"
     def give_up(self): "Forget the pass that an error has ended"
+    def explain(self, e): "Add a note to the error `e` where it follows from how parameters lie"
+    def check_step(self): "Raise `RuntimeError` if the optimizer would not find gradients that were not made by a backward pass; called before its step"
 
     def covers(self,
         model:nn.Module, # Trained now

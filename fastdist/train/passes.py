@@ -71,14 +71,16 @@ def _on_backward(self:Passes, run, t, g, kw):
 
 @patch
 def _on_step(self:Passes):
-    if self.learn.training and not self.passes and not self.silent(): self._share_grads(self._active())
+    if not self.learn.training or self.passes or self.silent(): return
+    self.layout.check_step()
+    self._share_grads(self._active())
 
 # %% ../../nbs/78_train.passes.ipynb #209870ec
 @patch
 def _other_pass(self:Passes, run, t, g, with_graph):
     "Run a backward pass that is not over the loss of the batch"
     self.layout.drop()
-    active,weighed = self._active(),isinstance(t, Tensor) and t.numel()==1 and self.phases.running and self.learn.training
+    active,weighed = self._active(),self.phases.running and self.learn.training
     if weighed: g = self._weighed(t, g)
     with aside(active):
         run(t, g)
@@ -89,9 +91,14 @@ def _other_pass(self:Passes, run, t, g, with_graph):
 # %% ../../nbs/78_train.passes.ipynb #99bb210e
 @patch
 def _weighed(self:Passes, t, g):
-    "Return the gradient to begin the pass over `t` from: batch norm exchanges in its midst, so the batch's weight must be there before"
+    "Return the gradients to begin the pass over `t` from: batch norm and shards exchange in its midst, so the batch's weight must be there before"
     if vars(self.learn).get('pred') is not None: self.ask()
-    return (torch.ones_like(t) if g is None else g)*self.weights.of_batch()[0]
+    ts,w = [t] if isinstance(t, Tensor) else list(t),self.weights.of_batch()[0]*self._scale
+    gs = [g]*len(ts) if g is None or isinstance(g, Tensor) else list(g)
+    return [o if o is None and t.numel()!=1 else (torch.ones_like(t) if o is None else o)*w for t,o in zip(ts, gs)]
+
+@patch(as_prop=True)
+def _scale(self:Passes): return self.window.scale if self.window.every>1 else 1.
 
 @patch
 def _active(self:Passes):
@@ -106,7 +113,7 @@ def _share_grads(self:Passes, active, weighed=False):
     if not any(p.grad is not None for p in active): return
     if vars(self.learn).get('pred') is not None: self.ask()
     w,d = self.weights.of_batch() if self.phases.running and self.learn.training else (1.,1.)
-    if weighed and not (isinstance(w, float) and w==0): w = 1.
-    den, = self.layout.average(active, torch.as_tensor(d).reshape(1), w*(self.window.scale if self.window.every>1 else 1.))
+    w = float(w!=0) if weighed and isinstance(w, float) else 1. if weighed else w*self._scale
+    den, = self.layout.average(active, torch.as_tensor(d).reshape(1), w)
     if not self.reduction.kind[0]: divide_grads(active, den)
     self.passes,self.added = self.passes+1,True

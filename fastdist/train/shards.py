@@ -204,6 +204,7 @@ def watch(self:Shards,
     for i,m in enumerate(self.parts):
         m.register_forward_pre_hook(partial(pre, i), prepend=True)
         m.register_forward_hook(partial(post, i), always_call=True)
+    self.read_whole()
 
 @patch
 def renew(self:Shards,
@@ -235,6 +236,25 @@ def give_up(self:Shards):
     for again in (True,False):
         for g in _groups(fully_shard.state(self.model)) if not again else (): g._all_gather_result = None
         with suppress(RuntimeError): return self.model.reset_iter_state() # it may wait for collectives, which have failed
+
+# %% ../../nbs/89_train.shards.ipynb #6cabe8b7
+@patch
+def read_whole(self:Shards):
+    "Let each module of the model read plain tensors in `load_state_dict`: this rank's rows of them; until `take_off`"
+    for m in self.model.modules(): m._register_load_state_dict_pre_hook(_cut_read, with_module=True)
+
+def _cut_read(m, state, prefix, *_):
+    for n,p in m._parameters.items():
+        v = state.get(prefix+n)
+        if not isinstance(p, DTensor) or not isinstance(v, Tensor) or isinstance(v, DTensor) or v.shape!=p.shape: continue
+        state[prefix+n] = in_shards(rows_of(v, p.device_mesh).to(local(p).device), p)
+
+# %% ../../nbs/89_train.shards.ipynb #42dbba98
+@patch
+def gather_again(self:Shards):
+    "Gather all units if a gradient of a gradient needs them: a pass over the outputs of the forward pass was made, and has freed what it gathered"
+    if all(g.is_unsharded for g in fully_shard.state(self.model)._fsdp_param_groups): return
+    for m in self.parts: m.unshard()
 
 # %% ../../nbs/89_train.shards.ipynb #0e6fd467
 @patch
