@@ -117,17 +117,17 @@ class Net(nn.Module):
         self.head,self.body = head,body
     def forward(self, x): return self.head(self.body(x))
 
-def learner(path, size, drop, cbs=(), n=43, width=16, bs=None, more=noop):
+def learner(path, size, drop, cbs=(), n=43, width=16, bs=None, more=noop, saves=True):
     set_seed(7)
     dls = DataLoaders.from_dsets(Samples(n), Samples(17, 1), bs=bs or batch//size, num_workers=0, device='cpu', drop_last=False)
     body,head = [nn.Linear(8,width), nn.BatchNorm1d(width), nn.ReLU()],[nn.Dropout(.3 if drop else 0.), nn.Linear(width,3)]
     model = Net(nn.Sequential(*body), nn.Sequential(*head))
-    kept = [SaveModelCallback(monitor='accuracy'), EarlyStoppingCallback(patience=3), CSVLogger(append=True), Counts()]
+    kept = [*([SaveModelCallback(monitor='accuracy')] if saves else []), EarlyStoppingCallback(patience=3), CSVLogger(append=True), Counts()]
     return Learner(dls, model, loss_func=CrossEntropyLossFlat(), metrics=[accuracy,F1Score(average='macro')], splitter=lambda m: [params(m.body), params(m.head)],
         path=path, cbs=[*kept, *listify(more()), *cbs])
 
-def train(rank, path, size, drop, blow=None, every=None, plain=False, epochs=epochs, **kw):
-    "Run the script in one of `size` ranks: without states if there is no `every`; return what it leaves"
+def train(rank, path, size, drop, blow=None, every=None, plain=False, epochs=epochs, shard=False, **kw):
+    "Run the script in one of `size` ranks, in shards if `shard`: without states if there is no `every`; return what it leaves"
     path = Path(path)
     (path/'pids').mkdir(exist_ok=True, parents=True)
     (path/f'pids/{rank}').write_text(str(os.getpid()))
@@ -140,10 +140,11 @@ def train(rank, path, size, drop, blow=None, every=None, plain=False, epochs=epo
             if (path/f'raise{rank}').exists(): raise ValueError('an error of the user')
         unfreeze()
     learn.unfreeze = between
-    with nullcontext() if plain else learn.distrib_ctx():
+    with nullcontext() if plain else learn.distrib_ctx(shard=shard):
         learn.fine_tune(epochs[1], .02, freeze_epochs=epochs[0])
         del learn.unfreeze
-        return what_is_left(learn)
+        if not shard: return what_is_left(learn)
+    return what_is_left(learn) # which is whole now
 
 def outcome(rank, path, size, **kw):
     "Try to train; return the name of the error and its text, and whether no file has changed"
@@ -167,11 +168,11 @@ def what_is_left(learn):
     owners = {'Learner':learn, **{k:o for k,o in named_callbacks(learn).items() if type(o).__module__.partition('.')[0]=='fastai' or type(o) is Counts}}
     seen = {k:values(o)|({} if o is learn else dict(run=o.run)) for k,o in owners.items()}
     for k,v in dict(Learner=('path','logger','fits_by_path'), SaveModelCallback=['last_saved_path'], Recorder=['log']).items():
-        for o in v: seen[k].pop(o, None)
+        for o in v: seen.get(k, {}).pop(o, None)
     reads = [dl.dataset.reads for dl in learn.dls.loaders]
     res = dict(snap=snapshot(learn, 'model','buffers','modes','grads','opt','groups','frozen'), seen=seen, rec=recorded(learn.recorder),
         orders=[order_state(dl) for dl in learn.dls.loaders], draws=[random.random(),np.random.rand(),torch.rand(3)], reads=reads,
-        file=torch.load(learn.path/'models/model.pth', weights_only=False), log=rows(learn.path/'history.csv'))
+        file=(f := learn.path/'models/model.pth').exists() and torch.load(f, weights_only=False), log=rows(learn.path/'history.csv'))
     return res|dict(preds=learn.get_preds())
 
 def rows(file):

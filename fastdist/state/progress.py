@@ -13,7 +13,7 @@ ranks have each for themselves, random states before all, is kept for each rank.
 
 # %% auto #0
 __all__ = ['training_facts', 'check_same_training', 'values', 'Changes', 'name_unsaid', 'stateful', 'taken', 'taken_on_rank',
-           'mean_left', 'put_back', 'set_orders']
+           'mean_left', 'left_in', 'put_back', 'set_orders']
 
 # %% ../../nbs/60_state.progress.ipynb #4a84dde5
 import os,pickle
@@ -184,7 +184,7 @@ def taken_on_rank(
     "Return what this rank alone holds"
     learn = changes.learn
     mine = {k:v for k,v in (changes.now() if now is None else now).items() if k!='Learner' and _is_users(_owners(learn)[k])}
-    left = {n:p.grad for n,p in learn.model.named_parameters() if p.grad is not None} if grads else {}
+    left = {n:p.grad for n,p in learn.model.named_parameters() if p.grad is not None and not _is_apart(p)} if grads else {}
     return dict(random=global_random(), attrs=changes.of_modules(), changes=mine, left=left)
 
 def mean_left(
@@ -193,6 +193,17 @@ def mean_left(
     "Return the mean over ranks of the gradients that no step has used, which on any number of ranks has the same mean"
     names = {n:None for o in ranks for n in o['left']}
     return {n:sum(o['left'][n] for o in ranks if n in o['left'])/len(ranks) for n in names}
+
+def left_in(
+    state:dict, # From `taken`
+    ranks:list, # As for `mean_left`; empty where each has its own
+    whole:bool=True # Whether gradients that ranks in shards had each for itself are averaged
+)->dict: # Name -> gradient
+    "Return the gradients that no step has used"
+    res,alone = mean_left(ranks)|state.get('left', {}),state.get('unsynced', {}) if whole else {}
+    return res|{n:res.get(n, 0)+sum(vs)/len(vs) for n,vs in alone.items()}
+
+def _is_apart(p): return hasattr(p, '_local_tensor')
 
 # %% ../../nbs/60_state.progress.ipynb #9dc0fc59
 def put_back(
@@ -212,7 +223,7 @@ def put_back(
 # %% ../../nbs/60_state.progress.ipynb #8a715785
 def _grad(name, p, state, mine):
     "Return the gradient that parameter `p` had: what no step has used, zeros, or `None`"
-    left = (mine if mine and 'left' in mine else state).get('left', {}).get(name)
+    left = (mine if mine and name in mine['left'] and not _is_apart(p) else state).get('left', {}).get(name)
     return left.to(p.device, copy=True) if left is not None else torch.zeros_like(p) if name in state['had_grads'] else None
 
 def set_orders(

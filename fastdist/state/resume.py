@@ -121,7 +121,8 @@ def save(self:SavingRun,
     for cb in self.learn.cbs: getattr(type(cb), 'before_state', noop)(cb)
     left = not batch and self._left_over()
     if self.in_parts and not self._open_folder(left, wait): return
-    mine = taken_on_rank(self.changes, left and not self.in_parts, now := self.changes.now())
+    if self.in_parts: left = self.left
+    mine = taken_on_rank(self.changes, left, now := self.changes.now())
     ranks = gather_objs(mine|self._seen(), dst=0) if self.size>1 else [mine]
     self.buckets = self.cb.layout.orders() if self.cb.layout and not ended else []
     at = dict(fit=self.number, epoch=epoch, batch=batch, ended=ended, steps=self.steps, ranks=self.size, threads=torch.get_num_threads())
@@ -129,7 +130,9 @@ def save(self:SavingRun,
     elif self.in_parts: self._write_part(wait)
 
 @patch
-def _left_over(self:SavingRun): return any(p.grad is not None and bool(getattr(p.grad, '_local_tensor', p.grad).any()) for p in self.learn.model.parameters())
+def _left_over(self:SavingRun):
+    held = [p.grad for p in self.learn.model.parameters() if p.grad is not None]
+    return any(bool(getattr(g, '_local_tensor', g).any()) for g in held) or self.in_parts and bool(self.cb.layout.unsynced())
 
 # %% ../../nbs/62_state.resume.ipynb #f14afd07
 @patch

@@ -160,9 +160,8 @@ def _nearest(self:FitRun, newest):
 def put_back(self:FitRun):
     "Write the state that was found into the Learner, but for the random states"
     p,mine = self.plan,self._mine()
-    state = dict(left=mean_left(p['ranks']))|p['learner']
+    state = p['learner']|dict(left=left_in(p['learner'], [] if mine and not self.in_parts else p['ranks'], whole=not self.in_parts))
     if self.in_parts: state = self.cb.layout.rejoined(self.learn, state, p['chunks'])
-    if mine and (self.in_parts or 'left' in p['learner']): mine = {k:v for k,v in mine.items() if k!='left'}
     put_back(self.learn, state, mine, p['path'])
     self.steps,self.before = p['about']['steps'],p['learner']['before']
     if self.cb.layout and not p['done']: self.cb.layout.settle(p['learner']['buckets'])

@@ -57,6 +57,12 @@ class Window:
             hi = min(lo+self.every, n_batches)
             self.scale,self.ends = m/sum(batch_total(dl, i) for i in range(lo, hi)),k==hi-1
 
+    def go_on(self,
+        n:int # Samples that the window has already
+    ):
+        "Go on with a window that another process has begun"
+        self.seen,self.known,self.ends = n,n,n==0
+
     def correct(self,
         n:int # Samples that batches had since this was called, or since the window began
     )->bool: # Whether they were more than planned, so that the window may have ended too late

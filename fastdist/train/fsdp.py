@@ -375,13 +375,20 @@ def _bare(self:Sharded, learn, params, state):
 def apart(self:Sharded, learn, state, left=False):
     "Return `state` without its tensors in shards, and copies of this rank's rows of them; nothing is gathered"
     self.rest()
-    return take_apart(learn, state, left)
+    return take_apart(learn, state, left, self.unsynced() if left else None)
+
+@patch
+def unsynced(self:Sharded): return {p:g for s in self.cut.values() for p,g in s.unsynced.items()}
 
 @patch
 def rejoined(self:Sharded, learn, state, read):
     "Return `state` with this rank's rows of what is in shards"
     self.rest()
-    return rejoin(learn, state, read)
+    res = rejoin(learn, state, read)
+    grads = {learn.model.get_parameter(n):g for n,g in res['unsynced'].items()}
+    if grads:
+        with exchange('gradients that are to be exchanged'): self.cut[learn.model].set_unsynced(grads)
+    return res
 
 # %% ../../nbs/89a_train.fsdp.ipynb #07941282
 @patch

@@ -199,6 +199,11 @@ def apart(self:Layout,
     return state,{}
 
 @patch
+def unsynced(self:Layout)->dict: # Parameter -> gradient
+    "Return gradients that lie outside of parameters until they are exchanged"
+    return {}
+
+@patch
 def rejoined(self:Layout,
     learn:Learner, # In the layout
     state:dict, # From a file

@@ -13,11 +13,13 @@ and whole tensors alike become what the parameter is now: rows of this rank, on 
 __all__ = ['take_apart', 'rejoin']
 
 # %% ../../nbs/89_train.sharded_state.ipynb #6cb2da82
-import torch
+from contextlib import nullcontext
 from copy import copy
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from fastcore.all import *
 from fastai.basics import *
+from ..comm.collectives import *
 from ..state.packing import *
 from ..state.chunks import *
 from .gradients import *
@@ -29,27 +31,40 @@ def _first_row(p): return min(p.device_mesh.get_local_rank(p.device_mesh.ndim-1)
 def _writes(p): return not any(p.device_mesh.get_coordinate()[:-1]) # of replicas of the shards, the first
 def _chunk(v, p): return Chunk(local(v).detach().to('cpu', copy=True), _first_row(p), p.shape)
 
+def _alone(rank, name): return f'grad of rank {rank}.{name}'
+def _unsynced(names, grads): return {_alone(dist.get_rank(), names[id(p)]):Chunk(g.detach().to('cpu', copy=True), 0, g.shape) for p,g in grads.items()}
+
 def _in_shards(model):
     "Return name -> parameter in shards, and identity of each -> its first name"
     res = {n:p for n,p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
     return res,{id(p):n for n,p in reversed(res.items())}
 
+# %% ../../nbs/89_train.sharded_state.ipynb #0a27d7cf
+def _opt_apart(state, mine):
+    "Return the optimizer's `state` with names, and each name -> rows and parameter; tensors that lie otherwise, as the norms of Larc, become whole"
+    held = {f'state.{n}.{k}':o for (_,n,k),o in mine.items()}
+    of,others = {id(v):k for k,(v,_) in held.items()},[]
+    res = map_tensors(state, lambda t: Stored(of[id(t)]) if id(t) in of else others.append(t) or t if isinstance(t, DTensor) else t)
+    if not others: return res,held
+    with exchange('the state of the optimizer'): return map_tensors(res, lambda t: t.full_tensor() if isinstance(t, DTensor) else t),held
+
 # %% ../../nbs/89_train.sharded_state.ipynb #ddbde243
 def take_apart(
     learn:Learner, # In shards, which no forward pass has gathered
     state:dict, # From `snapshot`
-    left:bool=False # Whether gradients are part of it
+    left:bool=False, # Whether gradients are part of it
+    unsynced:dict=None # Parameter in shards -> gradient of this rank alone, whole
 )->tuple: # `state` with a `Stored` for each tensor in shards; name -> `Chunk` that this rank is to write
-    "Take the tensors in shards out of `state`"
+    "Take the tensors in shards out of `state`; all ranks call it"
     params,names = _in_shards(learn.model)
-    mine,grads = opt_shards(learn.opt, names),{n:p for n,p in params.items() if left and p.grad is not None}
-    held = {f'state.{n}.{k}':o for (_,n,k),o in mine.items()}
-    of = {id(v):k for k,(v,_) in held.items()}
+    opt,held = _opt_apart(state['opt'], opt_shards(learn.opt, names))
+    grads = {n:p for p in {id(p):p for p in params.values()}.values() if (n := names[id(p)]) and left and p.grad is not None}
     held |= {f'model.{names[id(p)]}':(p,p) for p in params.values()} | {f'grad.{n}':(p.grad,p) for n,p in grads.items()}
     model = copy(state['model'])
     for n in params.keys()&model.keys(): model[n] = Stored(f'model.{names[id(params[n])]}')
-    res = state|dict(model=model, opt=mapped(state['opt'], lambda t: Stored(of[id(t)]) if id(t) in of else t), left={n:Stored(f'grad.{n}') for n in grads})
-    return res,{k:_chunk(v, p) for k,(v,p) in held.items() if _writes(p)}
+    chunks = {k:_chunk(v, p) for k,(v,p) in held.items() if _writes(p)} | _unsynced(names, unsynced or {})
+    lone = {names[id(p)]:[Stored(_alone(r, names[id(p)])) for r in range(dist.get_world_size())] for p in unsynced or {}}
+    return state|dict(model=model, opt=opt, left={n:Stored(f'grad.{n}') for n in grads}, unsynced=lone),chunks
 
 # %% ../../nbs/89_train.sharded_state.ipynb #a7338270
 class _Rejoin:
@@ -78,8 +93,11 @@ def rejoin(
     learn:Learner, # In shards
     state:dict, # From a file: of `apart`, or with whole tensors
     read:callable # The `ChunkReader` of the file, if it has chunks
-)->dict: # For `restore`
+)->dict: # For `restore`; in its part 'unsynced' the gradients of this rank alone
     "Return `state` with tensors as they are in `learn` now"
     at,model = _Rejoin(learn, read),copy(state['model'])
     for n,v in model.items(): model[n] = at(v, n)
-    return state|dict(model=model, opt=at.opt(state['opt'], state['groups']['names']), left={n:at(v, n) for n,v in state.get('left', {}).items()})
+    left,lone = {n:at(v, n) for n,v in state.get('left', {}).items()},state.get('unsynced', {})
+    mine = {n:read(vs[dist.get_rank()]) for n,vs in lone.items() if len(vs)==dist.get_world_size() and isinstance(at.params.get(n), DTensor)}
+    for n in lone.keys()-mine.keys(): left[n] = left.get(n, 0)+sum(at(v, n) for v in lone[n])/len(lone[n])
+    return state|dict(model=model, opt=at.opt(state['opt'], state['groups']['names']), left=left, unsynced=mine)

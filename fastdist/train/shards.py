@@ -237,6 +237,22 @@ def give_up(self:Shards):
         for g in _groups(fully_shard.state(self.model)) if not again else (): g._all_gather_result = None
         with suppress(RuntimeError): return self.model.reset_iter_state() # it may wait for collectives, which have failed
 
+@patch(as_prop=True)
+def unsynced(self:Shards)->dict: # Parameter in shards -> gradient, whole
+    "Gradients of passes that have not been exchanged yet"
+    found = {o.sharded_param:vars(o).get('_unsharded_param', o) for o in self.held.values()}
+    return {p:o.grad for p,o in found.items() if getattr(o, 'grad', None) is not None}
+
+@patch
+def set_unsynced(self:Shards,
+    grads:dict # As `unsynced`
+):
+    "Go on with gradients that are to be exchanged later; all ranks call it"
+    for m in self.parts[::-1]: m.unshard()
+    self.rest()
+    for o in self.held.values():
+        if o.sharded_param in grads: o._unsharded_param.grad = grads[o.sharded_param].to(o._unsharded_param.device, copy=True)
+
 # %% ../../nbs/89_train.shards.ipynb #6cabe8b7
 @patch
 def read_whole(self:Shards):

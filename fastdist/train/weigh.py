@@ -215,8 +215,9 @@ def before_state(self:Weigh):
 
 @patch
 def after_put_back(self:Weigh):
-    "Note the smoothed loss with which a training goes on"
+    "Note the smoothed loss with which a training goes on, and the samples of a window that is open"
     self.before_train()
+    if self.window.callback: self.window.go_on(self.window.callback.count)
 
 # %% ../../nbs/79_train.weigh.ipynb #949b1c90
 @patch
