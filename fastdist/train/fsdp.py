@@ -34,6 +34,7 @@ from .gradients import *
 from .joint import *
 from .units import *
 from .shards import *
+from .shard_files import *
 from .sharded_opt import *
 
 # %% ../../nbs/89a_train.fsdp.ipynb #3acec578
@@ -56,6 +57,7 @@ def spread(
 # %% ../../nbs/89a_train.fsdp.ipynb #6c66e5f1
 class Sharded(Joint):
     "Layout in which each rank holds a part of each parameter"
+    reads_to = 'cpu'
     def __init__(self,
         job:Job, # That the Learner has joined
         plan, # A `ShardPlan`
@@ -108,10 +110,11 @@ def _put_back(self:Sharded, model):
 @patch
 def _retie(self:Sharded, opt):
     now = self._now()
-    if opt is None or not any(id(p) in now for ps in opt.param_lists for p in ps): return
+    if opt is None: return
     at = lambda p: now.get(id(p), p)
-    retie(opt, at, lambda v,p: cut_state(v, at(p)))
+    if any(id(p) in now for ps in opt.param_lists for p in ps): retie(opt, at, lambda v,p: cut_state(v, at(p)))
     step_rows(opt)
+    read_rows(opt)
 
 @patch
 def _now(self:Sharded):
@@ -122,13 +125,17 @@ def _now(self:Sharded):
 @patch
 def _cut(self:Sharded, model):
     check_alike(model_facts(model))
+    empty = broadcast_obj([n for n,t in named_tensors(model).items() if t.is_meta])
     units,whole,first_ = choose_units(model, self.plan),unsharded_params(model, self.plan),first(p for p in model.parameters() if p.requires_grad and p.ndim)
     check_units(model, units)
     carrier = RowCarrier(self.mesh.size(-1), torch.empty(0, device=self.job.world.device, dtype=first_.dtype)) if first_ is not None else None
     res = Shards(model, units, whole, carrier, **self._how())
+    fill = partial(self._fill, {id(t) for n,t in named_tensors(model).items() if n in empty})
     with exchange('the model, which is cut into shards'):
-        res.put_on(self.mesh, self._fill)
-        self._fill([*whole,*model.buffers()])
+        res.put_on(self.mesh, fill)
+        fill([*whole,*model.buffers()])
+    res.lack(empty)
+    res.read_whole()
     res.watch(partial(self._before, res), self._after)
     return res
 
@@ -138,14 +145,17 @@ def _how(self:Sharded):
     return dict(reshard_after_forward=plan.reshard, mp_policy=plan.mixed or MixedPrecisionPolicy(), offload_policy=CPUOffloadPolicy() if plan.offload else OffloadPolicy())
 
 @patch
-def _fill(self:Sharded, ts):
-    for t in ts: t.data = t.data.to(self.job.world.device)
-    spread(ts)
+def _fill(self:Sharded, empty, ts):
+    device = self.job.world.device
+    for t in ts: give(t, torch.empty_like(t, device=device) if t.is_meta else t.data.to(device))
+    spread([t for t in ts if id(t) not in empty])
 
 # %% ../../nbs/89a_train.fsdp.ipynb #e156cea4
 @patch
 def _before(self:Sharded, shards, i, *_):
     "Called before the forward pass of unit `i`"
+    if left := shards.lacking(): raise RuntimeError(f'The model has no values yet for {", ".join(left[:3])}{f" and {len(left)-3} more" if len(left)>3 else ""}, since on rank 0 it was made on '
+        'the meta device. HINT: learn.load(file) inside of the context; a buffer that is in no file needs its values from you')
     if i==len(shards.parts)-1: self.order = []
     self.order.append((shards,i))
     if self.open: return
@@ -253,23 +263,24 @@ def compare(self:Sharded, learn, when):
 
 # %% ../../nbs/89a_train.fsdp.ipynb #50fa3216
 @patch
-def _wholes(self:Sharded, learn, dst=None):
-    "Return parameter -> its values, and identity of a state -> its values, on rank `dst` or on all"
+def _wholes(self:Sharded, learn, dst=None, to=noop):
+    "Return parameter -> its values, and identity of a state -> its values, on rank `dst` or on all, one after the other gathered and passed to `to`"
     names = {id(r.sharded_param):(k,j) for k,s in enumerate(self.cut.values()) for j,r in enumerate(s.held.values())}
-    mine = opt_shards(learn.opt, names)
-    common = set.intersection(*map(set, gather_objs([*mine]))) # an error may have ended the first step in its midst
-    return ({p:put_together(local(r.sharded_param.detach()), len(r.sharded_param), s.size, dst) for s in self.cut.values() for p,r in s.held.items()},
-        {id(mine[k][0]):put_together(local(mine[k][0]), len(mine[k][1]), self.mesh.size(-1), dst) for k in mine if k in common})
+    mine,kept = opt_shards(learn.opt, names),{k:v for s in self.cut.values() for k,v in s.kept.items()}
+    common = set.intersection(*map(set, gather_objs([*mine, *kept]))) # an error may have ended the first step in its midst
+    gather = lambda v,n: to(put_together(local(v.detach()), n, self.mesh.size(-1), dst))
+    return ({p:gather(r.sharded_param, len(r.sharded_param)) for s in self.cut.values() for p,r in s.held.items()} | {k:gather(v, len(v)) for k,v in kept.items() if k in common},
+        {id(v):gather(v, len(p)) for k,(v,p) in mine.items() if k in common})
 
 @patch
 @contextmanager
 def whole(self:Sharded, learn):
     "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
     self.rest()
-    with exchange('the model, which rank 0 puts together'): params,state = self._wholes(learn, 0)
+    with exchange('the model, which rank 0 puts together'): params,state = self._wholes(learn, 0, lambda t: t if t is None else t.cpu())
     if self.job.world.rank: yield
     else:
-        with self._bare(learn, {p:v.cpu() for p,v in params.items()}, {k:v.cpu() for k,v in state.items()}): yield
+        with self._bare(learn, params, state): yield
 
 @patch
 @contextmanager
@@ -296,11 +307,22 @@ def leave(self:Sharded, learn):
     params,state = self._last(learn)
     back = {id(r.sharded_param):p for s in self.cut.values() for p,r in s.held.items()}
     step_whole(learn.opt)
+    read_plain(learn.opt)
     retie(learn.opt, lambda p: back.get(id(p), p), lambda v,p: state.get(id(v), v))
     for s in self.cut.values():
-        values = {id(r.sharded_param):params[p] for p,r in s.held.items() if p in params}
+        values,left = {id(q):params[p] for p,q in [*s.params.items(), *s.kept.items()] if p in params},s.lacking()
         s.take_off(lambda q: values.get(id(q)))
+        for n,t in named_tensors(s.model).items():
+            if n in left: give(t, torch.empty_like(t, device='meta'))
     self.cut = {}
+
+@patch
+@contextmanager
+def reading(self:Sharded, learn, file):
+    "Also map `file` into memory, of which a rank reads its rows, and give an optimizer that is new the shards"
+    self.rest()
+    self._retie(learn.opt)
+    with mapped(file): yield
 
 @patch
 def _keep(self:Sharded, learn):

@@ -65,7 +65,7 @@ def put_together(
     res = [torch.empty_like(pad) for _ in range(dist.get_world_size())] if here else None
     if dst is None: dist.all_gather(res, pad)
     else: dist.gather(pad, res, dst)
-    return torch.cat(res[:size])[:n] if here else None
+    return torch.cat([o[:max(0, n-i*each)] for i,o in enumerate(res[:size])]) if here else None # without the padding, which a file would contain
 
 # %% ../../nbs/89_train.shards.ipynb #cc2a8747
 def shard_mesh(
@@ -108,7 +108,7 @@ class Shards:
         **how # For torch's `fully_shard`
     ):
         self.model,self.parts,self.carrier,self.how = model,[*units,model],carrier,how|dict(ignored_params={*whole})
-        self.held,self.strides,self.mesh,self.classes,self.handles = {},{},None,{},[]
+        self.held,self.strides,self.mesh,self.classes,self.empty = {},{},None,{},{}
 
     @property
     def size(self):
@@ -118,6 +118,11 @@ class Shards:
     def params(self):
         "The user's Parameter -> its Parameter in shards"
         return {p:o.sharded_param for p,o in self.held.items()}
+
+    @property
+    def kept(self):
+        "(Name of a module, name of an attribute) -> tensor in shards that the module has computed from its parameters and kept, as fastai's `WeightDropout`"
+        return {(n,k):v for n,m in self.model.named_modules() for k,v in vars(m).items() if isinstance(v, DTensor)}
 
     def root(self, name):
         "Return FSDP's record of the parameter `name` of the carrier"
@@ -202,19 +207,30 @@ def give_up(self:Shards):
 # %% ../../nbs/89_train.shards.ipynb #0e6fd467
 @patch
 def take_off(self:Shards,
-    value:callable # Called with a parameter in shards; returns the values for the user's, or `None` where it goes without
+    value:callable # Called with a parameter in shards, or with one of `kept`; returns all values, or `None` for none
 ):
     "Remove everything that `put_on` added; the user's Parameters get the results of `value`"
     self.rest()
     for p,o in self.held.items():
         v = value(o.sharded_param)
-        if v is not None: p.data = v if self.strides[p]==v.stride() else v.new_empty_strided(v.shape, self.strides[p]).copy_(v)
+        if v is not None: p.data = self._as_was(p, v)
         p.requires_grad_(o.sharded_param.requires_grad)
         o._setattr_on_modules(p)
+    self._set_kept({k:value(v) for k,v in self.kept.items()})
     for m in (*self.model.modules(),*L(self.carrier).filter()): self._clean(m)
     left = {f'{n or type(self.model).__name__}: {", ".join(ks)}' for n,m in self.model.named_modules() if (ks := _traces(m))}
     self.held,self.mesh = {},None
     if left: raise RuntimeError(f'torch {torch.__version__} leaves on the model what fastdist does not know: {"; ".join(sorted(left)[:4])}. HINT: another torch; please report it')
+
+@patch
+def _as_was(self:Shards, p, v): return v if self.strides[p]==v.stride() else v.new_empty_strided(v.shape, self.strides[p]).copy_(v)
+
+@patch
+def _set_kept(self:Shards, values):
+    for (n,k),v in values.items():
+        m = self.model.get_submodule(n)
+        if v is None: delattr(m, k)
+        else: setattr(m, k, v)
 
 @patch
 def _clean(self:Shards, m):
@@ -229,21 +245,24 @@ def _clean(self:Shards, m):
 @patch
 @contextmanager
 def bare(self:Shards,
-    values:dict # The user's Parameter -> all of its values
+    values:dict # The user's Parameter, or a key of `kept` -> all of its values
 ):
     "Return a context manager in which the model is the user's, with `values`, and nothing of FSDP is on it; none of its hooks may be removed there"
     self.rest()
-    saved = {m:dict(vars(m)) for m in self.model.modules()}
+    saved,kept = {m:dict(vars(m)) for m in self.model.modules()},self.kept
     classes = {m:type(m) for m in self.parts}
     for p,o in self.held.items():
-        p.data = values[p]
+        p.data = self._as_was(p, values[p])
         p.requires_grad_(o.sharded_param.requires_grad)
         o._setattr_on_modules(p)
     for m in saved:
         vars(m).update({k:type(o)(o) for k in (*_hooks,*_flags) if (o := vars(m).get(k))})
         self._clean(m)
+    self._set_kept({k:values.get(k) for k in kept})
     try: yield
-    finally: self._dress(saved, classes)
+    finally:
+        self._dress(saved, classes)
+        self._set_kept(kept)
 
 @patch
 def _dress(self:Shards, saved, classes):

@@ -1,0 +1,145 @@
+"Files of Learners in shards: plain fastai reads them, and they read its own; nothing of the shards is left afterwards"
+import copy,io,os,pickle,pytest,warnings
+from contextlib import nullcontext
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai.text.learner import load_ignore_keys
+from fastdist import *
+from fastcore.test import test_eq
+from learners import digits,tabular,language_model
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    warnings.filterwarnings('ignore')
+    yield
+
+def ctx(learn, **kw): return ContextManagers([learn.distrib_ctx(**{'shard':True, **kw}), learn.no_logging(), learn.no_bar()])
+
+def net(d=35, seed=0):
+    "Tied weights, batch norm, and rows that neither two nor three ranks divide"
+    torch.manual_seed(seed)
+    m = nn.Sequential(nn.Linear(64,d), nn.BatchNorm1d(d), nn.ReLU(), nn.Sequential(nn.Linear(d,d), nn.Linear(d,d)), nn.Linear(d,10))
+    m[3][1].weight = m[3][0].weight
+    return m
+
+def halves(m): return [[*m[0].parameters()],[*m[1:].parameters()]]
+
+def net_learner(seed=0, **kw):
+    learn = digits(n=120, path='.', splitter=halves, **kw)
+    learn.model = net(seed=seed)
+    return learn
+
+def flat(o, k=''):
+    "Name -> value of everything in a nest of dicts and lists; a tensor by its bits, its form and the bytes that a file has of it"
+    if isinstance(o, dict): return {n:v for i,p in o.items() for n,v in flat(p, f'{k}.{i}').items()}
+    if isinstance(o, (list,tuple,L)): return {n:v for i,p in enumerate(o) for n,v in flat(p, f'{k}.{i}').items()}
+    return {k:(type(o), o.dtype, o.stride(), o.untyped_storage().nbytes(), o.tolist()) if isinstance(o, Tensor) else o}
+
+def saved(learn, **kw):
+    learn.save(b := io.BytesIO(), **kw)
+    return b.getvalue()
+
+opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, ranger=ranger, wrapper=partial(OptimWrapper, opt=torch.optim.AdamW), lamb=Lamb)
+made = dict(inside=noop, before=lambda o: o.create_opt(), frozen=lambda o: o.freeze())
+
+def written(rank, opt, prepare):
+    learn = net_learner(opt_func=opts[opt])
+    made[prepare](learn)
+    with ctx(learn):
+        learn.save('none')
+        learn.fit(1, 0.01, cbs=SaveModelCallback(fname='best', with_opt=True))
+        inside = saved(learn),saved(learn, with_opt=False)
+    return inside,(saved(learn),saved(learn, with_opt=False)),learn.model.state_dict()
+
+@pytest.mark.parametrize('opt,prepare,size', [('sgd','inside',3),('adam','frozen',2),('ranger','before',3),('wrapper','frozen',3),('lamb','inside',2)])
+def test_the_bytes_of_a_plain_save(opt, prepare, size):
+    (inside,after,state),*others = on_ranks(lambda rank: written(rank, opt, prepare), size, join=False)
+    assert inside==after and all(o[0]==(b'',b'') for o in others)
+    learn = net_learner(seed=1, opt_func=opts[opt])
+    made[prepare](learn)
+    test_eq(flat(learn.load(io.BytesIO(inside[0]), weights_only=False).model.state_dict()), flat(state))
+    fresh,none = flat(net().state_dict()),torch.load('models/none.pth', weights_only=False)
+    test_eq(flat(none['model'] if 'model' in none else none), fresh)
+    test_eq(flat(torch.load('models/best.pth', weights_only=False)), flat(torch.load(io.BytesIO(inside[0]), weights_only=False)))
+    with learn.no_bar(),learn.no_logging(): learn.fit(1)
+    plain = flat(torch.load(io.BytesIO(saved(learn)), weights_only=False))
+    form = lambda o: {k:v[:4] if isinstance(v, tuple) else type(v) for k,v in o.items()}
+    test_eq(form(flat(torch.load(io.BytesIO(inside[0]), weights_only=False))), form(plain))
+
+def loaded(rank, opt, prepare, file):
+    "Everything of `file` that ranks have after a load; and what a step on it gives"
+    learn = net_learner(seed=5, opt_func=opts[opt])
+    made[prepare](learn)
+    with ctx(learn):
+        if prepare=='before': learn.fit(1)
+        test_eq(learn.load(file, weights_only=False), learn)
+        held = max(o.untyped_storage().nbytes() for p in learn.model.parameters() for o in [p.to_local(),*[getattr(v, '_local_tensor', v) for v in learn.opt.state[p].values() if isinstance(v, Tensor)]])
+        there = saved(learn)
+        learn.fit(1, 0.01)
+    return there,held,saved(learn)
+
+@pytest.mark.parametrize('opt,prepare,size', [('sgd','before',2),('adam','inside',3),('ranger','before',2),('wrapper','inside',3),('wrapper','before',2),('lamb','frozen',2)])
+def test_a_plain_file_is_loaded(opt, prepare, size):
+    learn = net_learner(opt_func=opts[opt])
+    if prepare=='frozen': learn.freeze()
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 0.01)
+    learn.save('plain')
+    want = flat(torch.load('models/plain.pth', weights_only=False))
+    (there,held,after),*others = on_ranks(lambda rank: loaded(rank, opt, prepare, 'plain'), size, join=False)
+    got = flat(torch.load(io.BytesIO(there), weights_only=False))
+    test_eq(got.keys(), want.keys())
+    for k,v in got.items(): test_eq(v, want[k])
+    assert all(o[1]<=64*18*4 for o in others), others
+
+def text(rank, what, size=None):
+    "A language model whose encoder, or vocabulary and weights, come from files of one process"
+    learn = language_model()
+    learn.path = Path('.')
+    if what=='made':
+        learn.save_encoder('enc')
+        learn.save('lm', with_opt=False)
+        save_pickle('vocab.pkl', learn.dls.vocab[::-1])
+        return
+    for p in learn.model.parameters(): p.data.zero_()
+    with ctx(learn) if size else nullcontext():
+        if what=='encoder': learn.load_encoder('enc')
+        elif what=='load': learn.load('lm')
+        else: learn.load_pretrained('models/lm.pth', 'vocab.pkl')
+        learn.save_encoder(f'again{what}')
+        test_eq(learn.model.training, True)
+    return flat(learn.model.state_dict()),flat(torch.load(f'models/again{what}.pth'))
+
+@pytest.mark.parametrize('what', ['encoder','load','pretrained'])
+def test_text_files(what):
+    text(0, 'made')
+    want = text(0, what)
+    for got in on_ranks(lambda rank: text(rank, what, 2), join=False): assert got==want
+
+def test_state_dicts_of_a_user():
+    "Prefixed names, modules of the model, other sizes, `assign`, dtypes, rows that were unsharded by a forward pass"
+    def f(rank):
+        learn = net_learner()
+        other,ps = net(seed=3),[*learn.model.parameters()]
+        with ctx(learn):
+            learn.model(torch.zeros(2,64))
+            learn.model.load_state_dict({k:v.double() if v.ndim else v for k,v in other.state_dict().items()}, assign=rank>=0)
+            learn.fit(1, 0.)
+            learn.model[3][1].load_state_dict(net(seed=4)[3][1].state_dict())
+            learn.model[4].load_state_dict({k:v+1 for k,v in learn.model[4].state_dict().items()})
+            try: learn.model[0].load_state_dict(net(d=7)[0].state_dict())
+            except RuntimeError as e: assert 'size mismatch for weight' in str(e)
+            else: raise AssertionError
+        assert all(a is b for a,b in zip(ps, learn.model.parameters()))
+        test_eq(learn.model[0].weight, other[0].weight)
+        test_eq(learn.model[3][0].weight, net(seed=4)[3][1].weight)
+        test_eq(learn.model[4].bias, other[4].bias+1)
+        lone = digits(n=60, path='.')
+        lone.model = nn.Linear(64,10)
+        with ctx(lone):
+            torch.save({f'module.{k}':torch.ones_like(v) for k,v in nn.Linear(64,10).state_dict().items()}, b := io.BytesIO())
+            b.seek(0)
+            lone.load(b, with_opt=False)
+        test_eq(lone.model.weight, torch.ones(10,64))
+    on_ranks(f, 3, join=False)
