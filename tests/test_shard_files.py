@@ -1,8 +1,10 @@
 "Files of Learners in shards: plain fastai reads them, and they read its own; nothing of the shards is left afterwards"
-import copy,io,os,pickle,pytest,warnings
+import io,os,pickle,pytest,warnings
 from contextlib import nullcontext
+from copy import deepcopy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
+from accelerate.utils import FullyShardedDataParallelPlugin
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.text.learner import load_ignore_keys
@@ -143,3 +145,66 @@ def test_state_dicts_of_a_user():
             lone.load(b, with_opt=False)
         test_eq(lone.model.weight, torch.ones(10,64))
     on_ranks(f, 3, join=False)
+
+class Positions(nn.Module):
+    "Has a buffer that is in no file"
+    def __init__(self, d):
+        super().__init__()
+        self.register_buffer('at', torch.linspace(0, 1, d), persistent=False)
+    def forward(self, x): return x+self.at
+
+def meta_learner(rank, real=False, **kw):
+    set_seed(2)
+    learn = digits(n=120, path='.', **kw)
+    with torch.device('cpu' if real else 'meta'): learn.model = nn.Sequential(Positions(64), *net())
+    return learn
+
+def values(learn): return flat({**dict(learn.model.named_parameters()), **dict(learn.model.named_buffers())})
+
+def no_rank_has(rank, opt):
+    learn = meta_learner(rank, opt_func=opts[opt])
+    ps,said = [*learn.model.parameters()],[]
+    if opt=='adam': learn.create_opt()
+    with ctx(learn):
+        for prepare in (noop, lambda: learn.load('whole')):
+            prepare()
+            for run in (learn.validate, lambda: learn.model(torch.zeros(1,64)), lambda: learn.save('x')):
+                try: run()
+                except RuntimeError as e: said.append(str(e))
+        learn.model[0].at.copy_(torch.linspace(0, 1, 64))
+        learn.fit(1, 0.01)
+    assert all(a is b for a,b in zip(ps, learn.model.parameters()))
+    pickle.dumps(deepcopy(learn.model))
+    return values(learn),said,[p is q for p,q in zip(ps, learn.opt.all_params().itemgot(0))]
+
+@pytest.mark.parametrize('opt', ['adam','wrapper'])
+def test_a_model_that_no_rank_has_whole(opt):
+    learn = meta_learner(0, real=True, opt_func=opts[opt])
+    learn.save('whole')
+    def plain(rank):
+        learn = meta_learner(rank, real=True, opt_func=opts[opt])
+        with ctx(learn):
+            learn.load('whole')
+            learn.fit(1, 0.01)
+        return values(learn)
+    want = on_ranks(plain, 3, join=False)[0]
+    for got,said,same in on_ranks(lambda rank: no_rank_has(rank, opt), 3, join=False):
+        assert got==want and all(same)
+        test_eq(len(said), 6)
+        assert all('no values yet for 1.weight, 1.bias, 2.weight and ' in o and 'learn.load' in o for o in said[:3]), said
+        assert all('no values yet for 0.at, since' in o for o in said[3:]), said
+
+def test_what_has_no_values_has_none_afterwards():
+    def f(rank):
+        learn = meta_learner(rank)
+        with ctx(learn): learn.create_opt()
+        return all(t.is_meta and t.shape==u.shape for t,u in zip([*learn.model.parameters(), *learn.model.buffers()], [*meta_learner(0).model.parameters(), *meta_learner(0).model.buffers()]))
+    test_eq(on_ranks(f, join=False), [True]*2)
+
+def test_rank_0_alone_has_values():
+    def f(rank, alone):
+        learn = meta_learner(rank, real=not (alone and rank))
+        with ctx(learn, shard=False, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)): learn.fit(1, 0.01)
+        return values(learn)
+    a,b,c,d = *on_ranks(lambda rank: f(rank, True), join=False),*on_ranks(lambda rank: f(rank, False), join=False)
+    assert a==b==c==d

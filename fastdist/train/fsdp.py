@@ -134,8 +134,7 @@ def _cut(self:Sharded, model):
     with exchange('the model, which is cut into shards'):
         res.put_on(self.mesh, fill)
         fill([*whole,*model.buffers()])
-    res.lack(empty)
-    res.read_whole()
+    res.read_whole(empty)
     res.watch(partial(self._before, res), self._after)
     return res
 
@@ -154,8 +153,7 @@ def _fill(self:Sharded, empty, ts):
 @patch
 def _before(self:Sharded, shards, i, *_):
     "Called before the forward pass of unit `i`"
-    if left := shards.lacking(): raise RuntimeError(f'The model has no values yet for {", ".join(left[:3])}{f" and {len(left)-3} more" if len(left)>3 else ""}, since on rank 0 it was made on '
-        'the meta device. HINT: learn.load(file) inside of the context; a buffer that is in no file needs its values from you')
+    shards.check_values()
     if i==len(shards.parts)-1: self.order = []
     self.order.append((shards,i))
     if self.open: return
@@ -277,6 +275,7 @@ def _wholes(self:Sharded, learn, dst=None, to=noop):
 def whole(self:Sharded, learn):
     "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
     self.rest()
+    for s in self.cut.values(): s.check_values()
     with exchange('the model, which rank 0 puts together'): params,state = self._wholes(learn, 0, lambda t: t if t is None else t.cpu())
     if self.job.world.rank: yield
     else:
@@ -361,7 +360,9 @@ def _renew(self:Sharded, learn):
     retie(learn.opt, lambda p: back.get(id(p), p), lambda v,p: local(v))
     with exchange('the model, which is cut into shards again'):
         for s in self.cut.values():
+            left = s.lacking()
             s.renew(self.mesh)
+            s.read_whole(left)
             s.watch(partial(self._before, s), self._after)
     now = self._now()
     at = lambda p: now.get(id(p), p)

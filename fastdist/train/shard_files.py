@@ -51,7 +51,7 @@ def lack(self:Shards,
 ):
     "Record that the tensors with `names` have no values yet"
     own = named_tensors(self.model)
-    self.empty = {n:(own[n], own[n]._version) for n in names}
+    self.empty = {n:(own[n],own[n]._version) for n in names}
 
 @patch
 def lacking(self:Shards)->list: # Of names
@@ -59,6 +59,12 @@ def lacking(self:Shards)->list: # Of names
     own = named_tensors(self.model) if self.empty else {}
     self.empty = {n:(t,v) for n,(t,v) in self.empty.items() if own.get(n) is t and t._version==v}
     return [*self.empty]
+
+@patch
+def check_values(self:Shards):
+    "Raise `RuntimeError` if the model still lacks values"
+    if left := self.lacking(): raise RuntimeError(f'The model has no values yet for {", ".join(left[:3])}{f" and {len(left)-3} more" if len(left)>3 else ""}, since on rank 0 it was made on '
+        'the meta device. HINT: learn.load(file) inside of the context; a buffer that is in no file needs its values from you')
 
 # %% ../../nbs/89_train.shard_files.ipynb #b3e7a087
 def _is_whole(v, p): return isinstance(v, Tensor) and not isinstance(v, DTensor) and isinstance(p, DTensor) and p.ndim>0 and v.shape==p.shape
@@ -73,8 +79,11 @@ def _take_rows(unit, m, state, prefix, meta, *_):
         if _is_whole(v, p): state[prefix+n] = _mine(v, p, dtype=p.dtype)
 
 @patch
-def read_whole(self:Shards):
+def read_whole(self:Shards,
+    names:list=() # Of tensors that have no values yet
+):
     "Let `load_state_dict` of the model and of modules in it read whole tensors, until `take_off`"
+    self.lack(names)
     units = {m:o for o in self.parts[::-1] for m in o.modules()}
     for m,o in units.items(): m.register_load_state_dict_pre_hook(partial(_take_rows, o))
 

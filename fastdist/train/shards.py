@@ -109,6 +109,7 @@ class Shards:
     ):
         self.model,self.parts,self.carrier,self.how = model,[*units,model],carrier,how|dict(ignored_params={*whole})
         self.held,self.strides,self.mesh,self.classes,self.empty = {},{},None,{},{}
+        self.rows,self.carried = {},{m:dict(m._parameters) for m in (carrier.modules() if carrier else ())}
 
     @property
     def size(self):
@@ -145,6 +146,7 @@ def put_on(self:Shards,
         fill(new)
         self._contiguous(new)
         self._shard(m)
+    fully_shard.state(self.model)._lazy_init() # or a unit that is called before the model takes itself for the outermost
 
 @patch
 def _contiguous(self:Shards, params):
@@ -160,6 +162,7 @@ def _shard(self:Shards, m):
         p = own.get((id(o._module_info.module),o._module_info.param_name))
         if p is None: continue # the carrier's
         self.held[p] = o
+        self.rows.pop(p, None)
         p.grad,p.data = None,p.data.new_empty(0)
 
 @contextmanager
@@ -187,9 +190,9 @@ def renew(self:Shards,
     mesh:DeviceMesh # Over a new process group
 ):
     "Cut the model again over `mesh`, from the rows that ranks have"
-    size,rows = self.size,{p:(local(o.sharded_param.detach()), len(o.sharded_param)) for p,o in self.held.items()}
+    self.rows |= {p:(local(o.sharded_param.detach()), len(o.sharded_param), self.size) for p,o in self.held.items()}
     def fill(params):
-        for p in params: p.data = put_together(*rows.pop(p), size)
+        for p in params: p.data = put_together(*self.rows[p])
     self.take_off(lambda q: None)
     self.put_on(mesh, fill)
 
@@ -217,7 +220,8 @@ def take_off(self:Shards,
         p.requires_grad_(o.sharded_param.requires_grad)
         o._setattr_on_modules(p)
     self._set_kept({k:value(v) for k,v in self.kept.items()})
-    for m in (*self.model.modules(),*L(self.carrier).filter()): self._clean(m)
+    for o,ps in self.carried.items(): o._parameters.update(ps)
+    for m in (*self.model.modules(),*self.carried): self._clean(m)
     left = {f'{n or type(self.model).__name__}: {", ".join(ks)}' for n,m in self.model.named_modules() if (ks := _traces(m))}
     self.held,self.mesh = {},None
     if left: raise RuntimeError(f'torch {torch.__version__} leaves on the model what fastdist does not know: {"; ".join(sorted(left)[:4])}. HINT: another torch; please report it')
