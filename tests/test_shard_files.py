@@ -43,7 +43,7 @@ def saved(learn, **kw):
     learn.save(b := io.BytesIO(), **kw)
     return b.getvalue()
 
-opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, ranger=ranger, wrapper=partial(OptimWrapper, opt=torch.optim.AdamW), lamb=Lamb)
+opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, ranger=ranger, wrapper=partial(OptimWrapper, opt=partial(torch.optim.AdamW, eps=1e-3)), lamb=Lamb)
 made = dict(inside=noop, before=lambda o: o.create_opt(), frozen=lambda o: o.freeze())
 
 def written(rank, opt, prepare):
@@ -208,3 +208,49 @@ def test_rank_0_alone_has_values():
         return values(learn)
     a,b,c,d = *on_ranks(lambda rank: f(rank, True), join=False),*on_ranks(lambda rank: f(rank, False), join=False)
     assert a==b==c==d
+
+def said(f):
+    try: f()
+    except Exception as e: return str(e)
+
+@pytest.mark.parametrize('opt', ['adam','wrapper','ranger'])
+def test_kept_in_shards(opt):
+    def f(rank, keep, between=noop):
+        set_seed(3)
+        learn = net_learner(opt_func=opts[opt])
+        ps,res = [*learn.model.parameters()],[]
+        with ctx(learn, keep_sharded=keep): learn.fit(1, 0.01)
+        if keep: res += [said(o) for o in (lambda: learn.model(torch.zeros(1,64)), lambda: learn.validate(), lambda: learn.save('k'), lambda: learn.export('k.pkl'), lambda: learn.load('k'))]
+        with ctx(learn, keep_sharded=keep):
+            learn.fit(1, 0.01)
+            if keep: learn.save('kept')
+        if keep: assert all(isinstance(p, DTensor) for p in learn.model.parameters())
+        with learn.distrib_ctx(shard=not keep),learn.no_bar(),learn.no_logging():
+            test_eq(isinstance(learn.model[0].weight, DTensor), not keep)
+            learn.fit(1, 0.01)
+        assert all(a is b for a,b in zip(ps, learn.model.parameters())) and not 'kept_in_shards' in vars(learn)
+        return values(learn),res
+    kept,plain = on_ranks(lambda rank: f(rank, True), 3, join=False),on_ranks(lambda rank: f(rank, False), 3, join=False)
+    for (a,why),(b,_) in zip(kept, plain):
+        for k in a: np.testing.assert_allclose(a[k][-1], b[k][-1], atol=1e-5)
+        assert all('outside of' in o and 'HINT: `with learn.distrib_ctx(shard=True)' in o for o in why), why
+
+def test_kept_by_other_ranks():
+    def f(rank):
+        learn = net_learner()
+        with ctx(learn, keep_sharded=rank>=0): learn.fit(1)
+        if rank==1: del learn.kept_in_shards
+        why = said(lambda: ctx(learn).__enter__())
+        return why
+    assert all('kept in shards' in o for o in on_ranks(f, join=False))
+
+class Saver(Callback):
+    rank0_only = True
+    def after_epoch(self): self.learn.save('x')
+
+def test_saving_on_rank_0_alone():
+    def f(rank):
+        learn = net_learner()
+        with ctx(learn): return said(lambda: learn.fit(1, cbs=Saver()))
+    a,b = on_ranks(f, join=False)
+    assert all('rank 0 alone save or load a model in shards' in o for o in (a,b)), (a,b)

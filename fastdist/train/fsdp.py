@@ -87,10 +87,14 @@ class Sharded(Joint):
 def enter(self:Sharded, learn):
     "Cut the model of `learn` into shards"
     self.mesh,self.group = shard_mesh(self.job.world, self.plan.hybrid),dist.group.WORLD
-    kept = vars(learn).pop('kept_in_shards', None)
-    if kept: self.cut = kept
+    kept = vars(learn).pop('kept_in_shards', {})
+    sizes = gather_objs([s.size for s in kept.values()])
+    if {n for o in sizes for n in o}-{self.mesh.size(-1)} or len({*map(len, sizes)})>1:
+        if kept: learn.kept_in_shards = kept
+        raise ValueError(f'The model was kept in shards, and on the ranks there are {sizes} to a model, but here {self.mesh.size(-1)}. HINT: as many ranks as then, and a Checkpoint where that changes')
+    self.cut = kept
     if kept: self._renew(learn)
-    else: self._adopt(learn)
+    self._adopt(learn)
 
 @patch
 def _adopt(self:Sharded, learn):
@@ -135,6 +139,7 @@ def _cut(self:Sharded, model):
         res.put_on(self.mesh, fill)
         fill([*whole,*model.buffers()])
     res.read_whole(empty)
+    res.reset_whole()
     res.watch(partial(self._before, res), self._after)
     return res
 
@@ -274,6 +279,7 @@ def _wholes(self:Sharded, learn, dst=None, to=noop):
 @contextmanager
 def whole(self:Sharded, learn):
     "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
+
     self.rest()
     for s in self.cut.values(): s.check_values()
     with exchange('the model, which rank 0 puts together'): params,state = self._wholes(learn, 0, lambda t: t if t is None else t.cpu())
@@ -314,6 +320,11 @@ def leave(self:Sharded, learn):
         for n,t in named_tensors(s.model).items():
             if n in left: give(t, torch.empty_like(t, device='meta'))
     self.cut = {}
+
+@patch
+def check_alone(self:Sharded):
+    "Raise `RuntimeError`, since each rank has a part of the model"
+    raise RuntimeError('You let rank 0 alone save or load a model in shards, of which each rank has a part. HINT: a callback without rank0_only; rank 0 alone writes the file all the same')
 
 @patch
 @contextmanager
@@ -363,6 +374,7 @@ def _renew(self:Sharded, learn):
             left = s.lacking()
             s.renew(self.mesh)
             s.read_whole(left)
+            s.reset_whole()
             s.watch(partial(self._before, s), self._after)
     now = self._now()
     at = lambda p: now.get(id(p), p)

@@ -184,6 +184,9 @@ def reading(self:Layout,
     return nullcontext()
 
 @patch
+def check_alone(self:Layout): "Raise `RuntimeError` unless one rank can read and write the model without the others"
+
+@patch
 def compare(self:Layout,
     learn:Learner, # Its model, loss and optimizer are compared
     when:str # In words, for the message

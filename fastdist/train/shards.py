@@ -241,7 +241,7 @@ def _clean(self:Shards, m):
     ids = _hook_ids(m)
     for k in (*_hooks,*_flags):
         for i in ids & set(vars(m).get(k) or {}): del vars(m)[k][i]
-    for k in _added: vars(m).pop(k, None)
+    for k in [k for k,v in vars(m).items() if k in _added or _is_fsdp(v)]: del vars(m)[k]
     _composable_state._module_state_mapping.pop(m, None)
     if m in self.classes: m.__class__ = self.classes[m]
 
@@ -270,10 +270,28 @@ def bare(self:Shards,
 
 @patch
 def _dress(self:Shards, saved, classes):
-    for m,was in saved.items(): vars(m).update({k:v for k,v in was.items() if k in (*_hooks,*_flags,*_added)})
+    for m,was in saved.items(): vars(m).update({k:v for k,v in was.items() if k in (*_hooks,*_flags,*_added) or _is_fsdp(v)})
     for m,c in classes.items():
         m.__class__ = c
         _composable_state._module_state_mapping[m] = weakref.ref(fully_shard.state(m))
     for p,o in self.held.items():
         o._setattr_on_modules(o.sharded_param)
         p.data = p.data.new_empty(0)
+
+# %% ../../nbs/89_train.shards.ipynb #feddec54
+def _as_whole(o):
+    "Return `o`, with the tensors themselves in the place of those that only know that each rank has all of them"
+    if isinstance(o, DTensor): return o.to_local() if all(p.is_replicate() for p in o.placements) else o
+    return type(o)(map(_as_whole, o)) if type(o) in (list,tuple) else o
+
+def _reset(m):
+    "Call the `reset` that `m` has from its class"
+    type(m).reset(m)
+    for o in m.modules():
+        for k,v in vars(o).items():
+            if not k.startswith('_'): vars(o)[k] = _as_whole(v)
+
+@patch
+def reset_whole(self:Shards):
+    "Let the model's `reset`, where it has one, make plain tensors from parameters in shards; until `take_off`"
+    if hasattr(type(self.model), 'reset'): self.model.reset = partial(_reset, self.model)
