@@ -12,10 +12,10 @@ Here rank 0 writes a file that is complete or not there, and the others of its j
 __all__ = []
 
 # %% ../nbs/91_saving.ipynb #ebbc9db3
-import cloudpickle,torch,fastai.learner
+import cloudpickle,torch,fastai.learner,fastai.text.learner
 from contextlib import contextmanager
 from functools import wraps
-from inspect import ismethod
+from inspect import ismethod,unwrap
 from warnings import catch_warnings,simplefilter
 from fastcore.all import *
 from fastai.basics import *
@@ -25,16 +25,25 @@ from .state.files import *
 from .state.values import *
 from .comm.rank0 import *
 from .train.batchnorm import *
+from .train.layout import *
 from .train.trainer import *
 from .learner import *
 
 # %% ../nbs/91_saving.ipynb #d27ff9b7
+def _check_whole(learn):
+    "Raise `RuntimeError` if this process alone cannot read or write the model of `learn`, or if it is in shards that a context has left"
+    if 'kept_in_shards' in vars(learn): raise RuntimeError('You left a context with keep_sharded=True, so each rank holds a part of the model, and this is outside of the context. '
+        'HINT: `with learn.distrib_ctx(shard=True):` around it; without keep_sharded the model is whole afterwards')
+    for cb in learn._grab_cbs(DistributedTrainer):
+        if cb.layout and cb.size==1: cb.layout.check_alone()
+
 def _layout(learn):
     "Return how the parameters of `learn` lie on the ranks that it trains on at the moment; `None` in one process"
     return first(cb.layout for cb in learn._grab_cbs(DistributedTrainer) if cb.size>1)
 
 def _write_on_rank0(learn, file, put, where):
     "Write on rank 0 to the file that `where` finds for `file`, and return its name; in a job of several ranks the others wait, and return rank 0's name"
+    _check_whole(learn)
     named,name,write = isinstance(file, (str,Path)),file,lambda: write_whole(put, where(file))
     if layout := _layout(learn):
         with layout.whole(learn): _,name = rank0_named(write, str(file) if named else type(file).__name__)
@@ -62,27 +71,46 @@ def save_encoder(self:TextLearner,
 ):
     "Save the encoder to `file` in the model directory, complete or not at all"
     encoder = get_model(self.model)[0]
-    _to_model_dir(self, file, partial(torch.save, getattr(encoder, 'module', encoder).state_dict()))
+    _to_model_dir(self, file, lambda f: torch.save(getattr(encoder, 'module', encoder).state_dict(), f))
 
 # %% ../nbs/91_saving.ipynb #992d8af0
 def _known_as(file):
     "Return the name under which rank 0 wrote what this rank calls `file`"
     return control_connection().renamed.get(str(file), file) if control_connection() and isinstance(file, (str,Path)) else file
 
+def _args(f, learn, layout, *args, **kwargs):
+    "Return the arguments of `f` by name, with the device that `layout` reads to, and the path of the file"
+    code = unwrap(f).__code__
+    names = code.co_varnames[1:code.co_argcount]
+    res = {k:_known_as(v) for k,v in (dict(zip(names, args)) | kwargs).items()}
+    if 'device' in names and res.get('device') is None: res['device'] = layout.reads_to
+    file = res.get(names[0])
+    return res,join_path_file(file, learn.path/learn.model_dir, ext='.pth') if isinstance(file, (str,Path)) and 'device' in names else file
+
 def _reads(f):
     "Return the method `f`, which loads weights, without a barrier inside a context"
     @wraps(f)
     def _inner(self, *args, **kwargs):
+        _check_whole(self)
+        layout = _layout(self) or Layout()
         if not self._grab_cbs(DistributedTrainer): distrib_barrier()
-        with any_names(get_model(self.model)): return without_barrier(f, self, *map(_known_as, args), **{k:_known_as(v) for k,v in kwargs.items()})
+        if self.opt is None and f.__name__=='load': self.create_opt()
+        kwargs,file = _args(f, self, layout, *args, **kwargs)
+        with any_names(get_model(self.model)),layout.reading(self, file): return without_barrier(f, self, **kwargs)
     return _inner
 
 # %% ../nbs/91_saving.ipynb #e4d8fbfb
+def _load_in_order(model, wgts):
+    "Load `wgts` into `model` in the order in which they come, as fastai's `load_ignore_keys`; through `load_state_dict`, which knows shards"
+    state = model.state_dict()
+    return model.load_state_dict(state | dict(zip(state, wgts.values())))
+
 def _barrier_outside_jobs():
     "Wait for all ranks, unless a job is open"
     if control_connection() is None: distrib_barrier()
 
 Learner.load,TextLearner.load = _reads(Learner.load),_reads(TextLearner.load)
+fastai.text.learner.load_ignore_keys = _load_in_order
 TextLearner.load_encoder,TextLearner.load_pretrained = _reads(TextLearner.load_encoder),_reads(TextLearner.load_pretrained)
 fastai.learner.distrib_barrier = _barrier_outside_jobs
 

@@ -71,5 +71,6 @@ def any_names(
     model:nn.Module # Not wrapped
 ): # Yields `model`
     "Return a context manager in which `model` loads state dicts with and without a wrapper's prefix"
-    has_hooks = not isinstance(model, torch.jit.ScriptModule)
-    with model.register_load_state_dict_pre_hook(_unwrap_names) if has_hooks else nullcontext(): yield model
+    hook = None if isinstance(model, torch.jit.ScriptModule) else model.register_load_state_dict_pre_hook(_unwrap_names)
+    if hook: model._load_state_dict_pre_hooks.move_to_end(hook.id, last=False) # before hooks that look for names
+    with hook or nullcontext(): yield model

@@ -36,6 +36,7 @@ from .recompute import *
 from .compiling import *
 from .row_steps import *
 from .shards import *
+from .shard_files import *
 from .sharded_opt import *
 from .sharded_state import *
 
@@ -59,7 +60,7 @@ def spread(
 # %% ../../nbs/89a_train.fsdp.ipynb #6c66e5f1
 class Sharded(Joint):
     "Layout in which each rank holds a part of each parameter"
-    in_parts = True
+    in_parts,reads_to = True,'cpu'
     def __init__(self,
         job:Job, # That the Learner has joined
         plan, # A `ShardPlan`
@@ -94,10 +95,14 @@ class Sharded(Joint):
 def enter(self:Sharded, learn):
     "Cut the model of `learn` into shards"
     self.mesh,self.group = shard_mesh(self.job.world, self.plan.hybrid),dist.group.WORLD
-    kept = vars(learn).pop('kept_in_shards', None)
-    if kept: self.cut = kept
+    kept = vars(learn).pop('kept_in_shards', {})
+    sizes = gather_objs([s.size for s in kept.values()])
+    if {n for o in sizes for n in o}-{self.mesh.size(-1)} or len({*map(len, sizes)})>1:
+        if kept: learn.kept_in_shards = kept
+        raise ValueError(f'The model was kept in shards, and on the ranks there are {sizes} to a model, but here {self.mesh.size(-1)}. HINT: as many ranks as then, and a Checkpoint where that changes')
+    self.cut = kept
     if kept: self._renew(learn)
-    else: self._adopt(learn)
+    self._adopt(learn)
 
 @patch
 def _adopt(self:Sharded, learn):
@@ -119,11 +124,12 @@ def _put_back(self:Sharded, model):
 @patch
 def _retie(self:Sharded, opt, back):
     now = self._now()
+    if opt is None: return
     now |= {i:now[id(p)] for i,p in back.items() if id(p) in now}
-    if opt is None or not any(id(p) in now for ps in opt.param_lists for p in ps): return
     at = lambda p: now.get(id(p), p)
-    retie(opt, at, lambda v,p: cut_state(v, at(p)))
+    if any(id(p) in now for ps in opt.param_lists for p in ps): retie(opt, at, lambda v,p: cut_state(v, at(p)))
     step_rows(opt)
+    read_rows(opt)
 
 @patch
 def _now(self:Sharded):
@@ -134,19 +140,23 @@ def _now(self:Sharded):
 @patch
 def _cut(self:Sharded, model):
     check_alike(model_facts(model))
+    empty = broadcast_obj([n for n,t in named_tensors(model).items() if t.is_meta])
     units,whole = choose_units(model, self.plan),self._whole_params(model)
     check_units(model, units, whole)
     res = Shards(model, units, whole, self._carrier(model, units, whole), self._over(model, units), **self._how())
+    fill = partial(self._fill, {id(t) for n,t in named_tensors(model).items() if n in empty})
     with exchange('the model, which is cut into shards'):
-        res.put_on(self.mesh, self._fill)
-        self._fill([*whole,*model.buffers()])
+        res.put_on(self.mesh, fill)
+        fill([*whole,*model.buffers()])
+    res.read_whole(empty)
     self._attend(res)
     return res
 
 @patch
-def _fill(self:Sharded, ts):
-    for t in ts: t.data = t.data.to(self.job.world.device)
-    spread(ts)
+def _fill(self:Sharded, empty, ts):
+    device = self.job.world.device
+    for t in ts: give(t, torch.empty_like(t, device=device) if t.is_meta else t.data.to(device))
+    spread([t for t in ts if id(t) not in empty])
 
 # %% ../../nbs/89a_train.fsdp.ipynb #beb9c64b
 @patch
@@ -202,6 +212,7 @@ def _reset(self:Sharded, shards, run, *args, **kwargs):
 def _before(self:Sharded, shards, i, *_):
     "Called before the forward pass of unit `i`"
     if torch._C._current_graph_task_id()>=0: return # computed again in a backward pass, in which FSDP gathers
+    shards.check_values()
     outermost = i==len(shards.parts)-1
     if outermost: self.order = []
     self.order.append((shards,i))
@@ -336,23 +347,26 @@ def compare(self:Sharded, learn, when):
 
 # %% ../../nbs/89a_train.fsdp.ipynb #50fa3216
 @patch
-def _wholes(self:Sharded, learn, dst=None):
-    "Return parameter -> its values, and identity of a state -> its values, on rank `dst` or on all"
+def _wholes(self:Sharded, learn, dst=None, to=noop):
+    "Return parameter -> its values, and identity of a state -> its values, on rank `dst` or on all, one after the other gathered and passed to `to`"
     names = {id(r.sharded_param):(k,j) for k,s in enumerate(self.cut.values()) for j,r in enumerate(s.held.values())}
-    mine = opt_shards(learn.opt, names)
-    common = set.intersection(*map(set, gather_objs([*mine]))) # an error may have ended the first step in its midst
-    return ({p:put_together(local(r.sharded_param.detach()), len(r.sharded_param), s.size, dst) for s in self.cut.values() for p,r in s.held.items()},
-        {id(mine[k][0]):put_together(local(mine[k][0]), len(mine[k][1]), self.mesh.size(-1), dst) for k in mine if k in common})
+    mine,kept = opt_shards(learn.opt, names),{k:v for s in self.cut.values() for k,v in s.kept.items()}
+    common = set.intersection(*map(set, gather_objs([*mine, *kept]))) # an error may have ended the first step in its midst
+    gather = lambda v,n: to(put_together(local(v.detach()), n, self.mesh.size(-1), dst))
+    return ({p:gather(r.sharded_param, len(r.sharded_param)) for s in self.cut.values() for p,r in s.held.items()} | {k:gather(v, len(v)) for k,v in kept.items() if k in common},
+        {id(v):gather(v, len(p)) for k,(v,p) in mine.items() if k in common})
 
 @patch
 @contextmanager
 def whole(self:Sharded, learn):
     "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
+
     self.rest()
-    with exchange('the model, which rank 0 puts together'): params,state = self._wholes(learn, 0)
+    for s in self.cut.values(): s.check_values()
+    with exchange('the model, which rank 0 puts together'): params,state = self._wholes(learn, 0, lambda t: t if t is None else t.cpu())
     if self.job.world.rank: yield
     else:
-        with self._bare(learn, {p:v.cpu() for p,v in params.items()}, {k:v.cpu() for k,v in state.items()}): yield
+        with self._bare(learn, params, state): yield
 
 @patch
 @contextmanager
@@ -399,11 +413,27 @@ def leave(self:Sharded, learn):
     params,state = self._last(learn)
     back = {id(r.sharded_param):p for s in self.cut.values() for p,r in s.held.items()}
     step_whole(learn.opt)
+    read_plain(learn.opt)
     retie(learn.opt, lambda p: back.get(id(p), p), lambda v,p: state.get(id(v), v))
     for s in self.cut.values():
-        values = {id(r.sharded_param):params[p] for p,r in s.held.items() if p in params}
+        values,left = {id(q):params[p] for p,q in [*s.params.items(), *s.kept.items()] if p in params},s.lacking()
         s.take_off(lambda q: values.get(id(q)))
+        for n,t in named_tensors(s.model).items():
+            if n in left: give(t, torch.empty_like(t, device='meta'))
     self.cut = {}
+
+@patch
+def check_alone(self:Sharded):
+    "Raise `RuntimeError`, since each rank has a part of the model"
+    raise RuntimeError('You let rank 0 alone save or load a model in shards, of which each rank has a part. HINT: a callback without rank0_only; rank 0 alone writes the file all the same')
+
+@patch
+@contextmanager
+def reading(self:Sharded, learn, file):
+    "Also map `file` into memory, of which a rank reads its rows, and give an optimizer that is new the shards"
+    self.rest()
+    self._retie(learn.opt)
+    with mapped(file): yield
 
 @patch
 def _keep(self:Sharded, learn):
@@ -442,7 +472,9 @@ def _renew(self:Sharded, learn):
     retie(learn.opt, lambda p: back.get(id(p), p), lambda v,p: local(v))
     with exchange('the model, which is cut into shards again'):
         for s in self.cut.values():
+            left = s.lacking()
             s.renew(self.mesh)
+            s.read_whole(left)
             self._attend(s)
     now = self._now()
     at = lambda p: now.get(id(p), p)

@@ -19,6 +19,7 @@ Here one object, a `Layout`, does all of it. The trainer and the callbacks aroun
 | `enter`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
 | `whole` | rank 0 can read the whole model and the optimizer's whole state |
 | `apart`, `rejoined` | where ranks have rows, each copies its own for a file, and reads them back |
+| `reading` | a file of plain fastai is loaded |
 | `compare` | an error is raised unless all ranks hold what they should |
 
 `Layout` itself is the layout of one process, which holds everything and exchanges nothing."""
@@ -38,6 +39,7 @@ from .gradients import *
 class Layout:
     "Layout of a Learner's parameters in one process, and base of other layouts"
     in_parts = False # Whether each rank has its rows of the model, in `apart` and `rejoined`
+    reads_to = None # Device to which files are read; that of the loaders by default
     swaps,part,bare,sync_bn = (),1.,False,False # Batch norms that count the samples of all ranks; what they were told; whether the wrapper is left out; the user's wish
     def __init__(self,
         prepare:callable=noop # Called with a model; returns the wrapper for its forward pass in training
@@ -180,6 +182,17 @@ def whole(self:Layout,
 ):
     "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
     return nullcontext()
+
+@patch
+def reading(self:Layout,
+    learn:Learner, # In the layout
+    file # Path of the file, or an open one
+):
+    "Return a context manager in which `learn` loads `file`"
+    return nullcontext()
+
+@patch
+def check_alone(self:Layout): "Raise `RuntimeError` unless one rank can read and write the model without the others"
 
 @patch
 def compare(self:Layout,

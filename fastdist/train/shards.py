@@ -62,7 +62,7 @@ def put_together(
     res = [torch.empty_like(pad) for _ in range(dist.get_world_size())] if here else None
     if dst is None: dist.all_gather(res, pad)
     else: dist.gather(pad, res, dst)
-    return torch.cat(res[:size])[:n] if here else None
+    return torch.cat([o[:max(0, n-i*each)] for i,o in enumerate(res[:size])]) if here else None # without the padding, which a file would contain
 
 # %% ../../nbs/89_train.shards.ipynb #cc2a8747
 def shard_mesh(
@@ -107,7 +107,7 @@ class Shards:
         **how # For torch's `fully_shard`
     ):
         self.model,self.parts,self.carrier,self.over,self.root_how,self.how = model,[*units,model],carrier,over,root or {},how|dict(ignored_params={*whole})
-        self.held,self.strides,self.mesh,self.classes,self.undo = {},{},None,{},noop
+        self.held,self.strides,self.mesh,self.classes,self.empty,self.undo = {},{},None,{},{},noop
         self.rows,self.carried = {},{m:dict(m._parameters) for m in (carrier.modules() if carrier else ())}
 
     @property
@@ -126,6 +126,11 @@ class Shards:
     def params(self):
         "The user's Parameter -> its Parameter in shards"
         return {p:o.sharded_param for p,o in self.held.items()}
+
+    @property
+    def kept(self):
+        "(Name of a module, name of an attribute) -> tensor in shards that the module has computed from its parameters and kept, as fastai's `WeightDropout`"
+        return {(n,k):v for n,m in self.model.named_modules() for k,v in vars(m).items() if isinstance(v, DTensor)}
 
     def root(self, name):
         "Return FSDP's record of the parameter `name` of the carrier"
@@ -204,7 +209,6 @@ def watch(self:Shards,
     for i,m in enumerate(self.parts):
         m.register_forward_pre_hook(partial(pre, i), prepend=True)
         m.register_forward_hook(partial(post, i), always_call=True)
-    self.read_whole()
 
 @patch
 def renew(self:Shards,
@@ -253,18 +257,6 @@ def set_unsynced(self:Shards,
     for o in self.held.values():
         if o.sharded_param in grads: o._unsharded_param.grad = grads[o.sharded_param].to(o._unsharded_param.device, copy=True)
 
-# %% ../../nbs/89_train.shards.ipynb #6cabe8b7
-@patch
-def read_whole(self:Shards):
-    "Let each module of the model read plain tensors in `load_state_dict`: this rank's rows of them; until `take_off`"
-    for m in self.model.modules(): m._register_load_state_dict_pre_hook(_cut_read, with_module=True)
-
-def _cut_read(m, state, prefix, *_):
-    for n,p in m._parameters.items():
-        v = state.get(prefix+n)
-        if not isinstance(p, DTensor) or not isinstance(v, Tensor) or isinstance(v, DTensor) or v.shape!=p.shape: continue
-        state[prefix+n] = in_shards(rows_of(v, p.device_mesh).to(local(p).device), p)
-
 # %% ../../nbs/89_train.shards.ipynb #42dbba98
 @patch
 def gather_again(self:Shards):
@@ -275,21 +267,32 @@ def gather_again(self:Shards):
 # %% ../../nbs/89_train.shards.ipynb #0e6fd467
 @patch
 def take_off(self:Shards,
-    value:callable # Called with a parameter in shards; returns the values for the user's, or `None` where it goes without
+    value:callable # Called with a parameter in shards, or with one of `kept`; returns all values, or `None` for none
 ):
     "Remove everything that `put_on` added; the user's Parameters get the results of `value`"
     self.rest()
     self.undo()
     for p,o in self.held.items():
         v = value(o.sharded_param)
-        if v is not None: p.data = v if self.strides[p]==v.stride() else v.new_empty_strided(v.shape, self.strides[p]).copy_(v)
+        if v is not None: p.data = self._as_was(p, v)
         p.requires_grad_(o.sharded_param.requires_grad)
         o._setattr_on_modules(p)
+    self._set_kept({k:value(v) for k,v in self.kept.items()})
     for o,ps in self.carried.items(): o._parameters.update(ps)
     for m in (*self.model.modules(),*self.carried): self._clean(m)
     left = {f'{n or type(self.model).__name__}: {", ".join(ks)}' for n,m in self.model.named_modules() if (ks := _traces(m))}
     self.held,self.mesh = {},None
     if left: raise RuntimeError(f'torch {torch.__version__} leaves on the model what fastdist does not know: {"; ".join(sorted(left)[:4])}. HINT: another torch; please report it')
+
+@patch
+def _as_was(self:Shards, p, v): return v if self.strides[p]==v.stride() else v.new_empty_strided(v.shape, self.strides[p]).copy_(v)
+
+@patch
+def _set_kept(self:Shards, values):
+    for (n,k),v in values.items():
+        m = self.model.get_submodule(n)
+        if v is None: delattr(m, k)
+        else: setattr(m, k, v)
 
 @patch
 def _clean(self:Shards, m):
@@ -304,26 +307,29 @@ def _clean(self:Shards, m):
 @patch
 @contextmanager
 def bare(self:Shards,
-    values:dict # The user's Parameter -> all of its values
+    values:dict # The user's Parameter, or a key of `kept` -> all of its values
 ):
     "Return a context manager in which the model is the user's, with `values`, and nothing of FSDP is on it; none of its hooks may be removed there"
     self.rest()
     self.undo()
-    saved = {m:dict(vars(m)) for m in self.model.modules()}
+    saved,kept = {m:dict(vars(m)) for m in self.model.modules()},self.kept
     classes = {m:type(m) for m in self.parts}
     for p,o in self.held.items():
-        p.data = values[p]
+        p.data = self._as_was(p, values[p])
         p.requires_grad_(o.sharded_param.requires_grad)
         o._setattr_on_modules(p)
     for m in saved:
         vars(m).update({k:type(o)(o) for k in (*_hooks,*_flags) if (o := vars(m).get(k))})
         self._clean(m)
+    self._set_kept({k:values.get(k) for k in kept})
     try: yield
-    finally: self._dress(saved, classes)
+    finally:
+        self._dress(saved, classes)
+        self._set_kept(kept)
 
 @patch
 def _dress(self:Shards, saved, classes):
-    for m,was in saved.items(): vars(m).update({k:v for k,v in was.items() if k in (*_hooks,*_flags,*_added)})
+    for m,was in saved.items(): vars(m).update({k:v for k,v in was.items() if k in (*_hooks,*_flags,*_added) or _is_fsdp(v)})
     for m,c in classes.items():
         m.__class__ = c
         _composable_state._module_state_mapping[m] = weakref.ref(fully_shard.state(m))

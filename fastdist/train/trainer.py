@@ -110,7 +110,9 @@ def _lend(self:DistributedTrainer):
 @patch
 def _enter(self:DistributedTrainer):
     try:
-        with self.job.together(lambda: 'entering the context'): self.layout.enter(self.learn)
+        with self.job.together(lambda: 'entering the context'):
+            self._put_together()
+            self.layout.enter(self.learn)
     except BaseException:
         self.layout.leave(self.learn)
         self.job.close()
@@ -129,6 +131,15 @@ def _make_parts(self:DistributedTrainer, w, plan):
     self.weigh,self.evaluate = Weigh(layout=self.layout, sync_each=job.live.sync_each, **parts),Evaluate(reduction=weights.reduction, **parts)
     job.help(self.weigh, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
+
+@patch
+def _put_together(self:DistributedTrainer):
+    "Make a model whole that an earlier context has kept in shards, where this one has replicas"
+    if self.plan is not None or 'kept_in_shards' not in vars(self.learn): return
+    from fastdist.train.fsdp import Sharded
+    shards = Sharded(self.job, ShardPlan(), self.sync_bn)
+    shards.enter(self.learn)
+    shards.leave(self.learn)
 
 @patch
 def _layout(self:DistributedTrainer, w, plan):

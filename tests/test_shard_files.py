@@ -1,0 +1,256 @@
+"Files of Learners in shards: plain fastai reads them, and they read its own; nothing of the shards is left afterwards"
+import io,os,pickle,pytest,warnings
+from contextlib import nullcontext
+from copy import deepcopy
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
+from accelerate.utils import FullyShardedDataParallelPlugin
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai.text.learner import load_ignore_keys
+from fastdist import *
+from fastcore.test import test_eq
+from learners import digits,tabular,language_model
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    warnings.filterwarnings('ignore')
+    yield
+
+def ctx(learn, **kw): return ContextManagers([learn.distrib_ctx(**{'shard':True, **kw}), learn.no_logging(), learn.no_bar()])
+
+def net(d=35, seed=0):
+    "Tied weights, batch norm, and rows that neither two nor three ranks divide"
+    torch.manual_seed(seed)
+    m = nn.Sequential(nn.Linear(64,d), nn.BatchNorm1d(d), nn.ReLU(), nn.Sequential(nn.Linear(d,d), nn.Linear(d,d)), nn.Linear(d,10))
+    m[3][1].weight = m[3][0].weight
+    return m
+
+def halves(m): return [[*m[0].parameters()],[*m[1:].parameters()]]
+
+def net_learner(seed=0, **kw):
+    learn = digits(n=120, path='.', splitter=halves, **kw)
+    learn.model = net(seed=seed)
+    return learn
+
+def flat(o, k=''):
+    "Name -> value of everything in a nest of dicts and lists; a tensor by its bits, its form and the bytes that a file has of it"
+    if isinstance(o, dict): return {n:v for i,p in o.items() for n,v in flat(p, f'{k}.{i}').items()}
+    if isinstance(o, (list,tuple,L)): return {n:v for i,p in enumerate(o) for n,v in flat(p, f'{k}.{i}').items()}
+    return {k:(type(o), o.dtype, o.stride(), o.untyped_storage().nbytes(), o.tolist()) if isinstance(o, Tensor) else o}
+
+def saved(learn, **kw):
+    learn.save(b := io.BytesIO(), **kw)
+    return b.getvalue()
+
+opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, ranger=ranger, wrapper=partial(OptimWrapper, opt=partial(torch.optim.AdamW, eps=1e-3)), lamb=Lamb)
+made = dict(inside=noop, before=lambda o: o.create_opt(), frozen=lambda o: o.freeze())
+
+def written(rank, opt, prepare):
+    learn = net_learner(opt_func=opts[opt])
+    made[prepare](learn)
+    with ctx(learn):
+        learn.save('none')
+        learn.fit(1, 0.01, cbs=SaveModelCallback(fname='best', with_opt=True))
+        inside = saved(learn),saved(learn, with_opt=False)
+    return inside,(saved(learn),saved(learn, with_opt=False)),learn.model.state_dict()
+
+@pytest.mark.parametrize('opt,prepare,size', [('sgd','inside',3),('adam','frozen',2),('ranger','before',3),('wrapper','frozen',3),('lamb','inside',2)])
+def test_the_bytes_of_a_plain_save(opt, prepare, size):
+    (inside,after,state),*others = on_ranks(lambda rank: written(rank, opt, prepare), size, join=False)
+    assert inside==after and all(o[0]==(b'',b'') for o in others)
+    learn = net_learner(seed=1, opt_func=opts[opt])
+    made[prepare](learn)
+    test_eq(flat(learn.load(io.BytesIO(inside[0]), weights_only=False).model.state_dict()), flat(state))
+    fresh,none = flat(net().state_dict()),torch.load('models/none.pth', weights_only=False)
+    test_eq(flat(none['model'] if 'model' in none else none), fresh)
+    test_eq(flat(torch.load('models/best.pth', weights_only=False)), flat(torch.load(io.BytesIO(inside[0]), weights_only=False)))
+    with learn.no_bar(),learn.no_logging(): learn.fit(1)
+    plain = flat(torch.load(io.BytesIO(saved(learn)), weights_only=False))
+    form = lambda o: {k:v[:4] if isinstance(v, tuple) else type(v) for k,v in o.items()}
+    test_eq(form(flat(torch.load(io.BytesIO(inside[0]), weights_only=False))), form(plain))
+
+def loaded(rank, opt, prepare, file):
+    "Everything of `file` that ranks have after a load; and what a step on it gives"
+    learn = net_learner(seed=5, opt_func=opts[opt])
+    made[prepare](learn)
+    with ctx(learn):
+        if prepare=='before': learn.fit(1)
+        test_eq(learn.load(file, weights_only=False), learn)
+        held = max(o.untyped_storage().nbytes() for p in learn.model.parameters() for o in [p.to_local(),*[getattr(v, '_local_tensor', v) for v in learn.opt.state[p].values() if isinstance(v, Tensor)]])
+        there = saved(learn)
+        learn.fit(1, 0.01)
+    return there,held,saved(learn)
+
+@pytest.mark.parametrize('opt,prepare,size', [('sgd','before',2),('adam','inside',3),('ranger','before',2),('wrapper','inside',3),('wrapper','before',2),('lamb','frozen',2)])
+def test_a_plain_file_is_loaded(opt, prepare, size):
+    learn = net_learner(opt_func=opts[opt])
+    if prepare=='frozen': learn.freeze()
+    with learn.no_bar(),learn.no_logging(): learn.fit(1, 0.01)
+    learn.save('plain')
+    want = flat(torch.load('models/plain.pth', weights_only=False))
+    (there,held,after),*others = on_ranks(lambda rank: loaded(rank, opt, prepare, 'plain'), size, join=False)
+    got = flat(torch.load(io.BytesIO(there), weights_only=False))
+    test_eq(got.keys(), want.keys())
+    for k,v in got.items(): test_eq(v, want[k])
+    assert all(o[1]<=64*18*4 for o in others), others
+
+def text(rank, what, size=None):
+    "A language model whose encoder, or vocabulary and weights, come from files of one process"
+    learn = language_model()
+    learn.path = Path('.')
+    if what=='made':
+        learn.save_encoder('enc')
+        learn.save('lm', with_opt=False)
+        save_pickle('vocab.pkl', learn.dls.vocab[::-1])
+        return
+    for p in learn.model.parameters(): p.data.zero_()
+    with ctx(learn) if size else nullcontext():
+        if what=='encoder': learn.load_encoder('enc')
+        elif what=='load': learn.load('lm')
+        else: learn.load_pretrained('models/lm.pth', 'vocab.pkl')
+        learn.save_encoder(f'again{what}')
+        test_eq(learn.model.training, True)
+    return flat(learn.model.state_dict()),flat(torch.load(f'models/again{what}.pth'))
+
+@pytest.mark.parametrize('what', ['encoder','load','pretrained'])
+def test_text_files(what):
+    text(0, 'made')
+    want = text(0, what)
+    for got in on_ranks(lambda rank: text(rank, what, 2), join=False): assert got==want
+
+def test_state_dicts_of_a_user():
+    "Prefixed names, modules of the model, other sizes, `assign`, dtypes, rows that were unsharded by a forward pass"
+    def f(rank):
+        learn = net_learner()
+        other,ps = net(seed=3),[*learn.model.parameters()]
+        with ctx(learn):
+            learn.model(torch.zeros(2,64))
+            learn.model.load_state_dict({k:v.double() if v.ndim else v for k,v in other.state_dict().items()}, assign=rank>=0)
+            learn.fit(1, 0.)
+            learn.model[3][1].load_state_dict(net(seed=4)[3][1].state_dict())
+            learn.model[4].load_state_dict({k:v+1 for k,v in learn.model[4].state_dict().items()})
+            try: learn.model[0].load_state_dict(net(d=7)[0].state_dict())
+            except RuntimeError as e: assert 'size mismatch for weight' in str(e)
+            else: raise AssertionError
+        assert all(a is b for a,b in zip(ps, learn.model.parameters()))
+        test_eq(learn.model[0].weight, other[0].weight)
+        test_eq(learn.model[3][0].weight, net(seed=4)[3][1].weight)
+        test_eq(learn.model[4].bias, other[4].bias+1)
+        lone = digits(n=60, path='.')
+        lone.model = nn.Linear(64,10)
+        with ctx(lone):
+            torch.save({f'module.{k}':torch.ones_like(v) for k,v in nn.Linear(64,10).state_dict().items()}, b := io.BytesIO())
+            b.seek(0)
+            lone.load(b, with_opt=False)
+        test_eq(lone.model.weight, torch.ones(10,64))
+    on_ranks(f, 3, join=False)
+
+class Positions(nn.Module):
+    "Has a buffer that is in no file"
+    def __init__(self, d):
+        super().__init__()
+        self.register_buffer('at', torch.linspace(0, 1, d), persistent=False)
+    def forward(self, x): return x+self.at
+
+def meta_learner(rank, real=False, **kw):
+    set_seed(2)
+    learn = digits(n=120, path='.', **kw)
+    with torch.device('cpu' if real else 'meta'): learn.model = nn.Sequential(Positions(64), *net())
+    return learn
+
+def values(learn): return flat({**dict(learn.model.named_parameters()), **dict(learn.model.named_buffers())})
+
+def no_rank_has(rank, opt):
+    learn = meta_learner(rank, opt_func=opts[opt])
+    ps,said = [*learn.model.parameters()],[]
+    if opt=='adam': learn.create_opt()
+    with ctx(learn):
+        for prepare in (noop, lambda: learn.load('whole')):
+            prepare()
+            for run in (learn.validate, lambda: learn.model(torch.zeros(1,64)), lambda: learn.save('x')):
+                try: run()
+                except RuntimeError as e: said.append(str(e))
+        learn.model[0].at.copy_(torch.linspace(0, 1, 64))
+        learn.fit(1, 0.01)
+    assert all(a is b for a,b in zip(ps, learn.model.parameters()))
+    pickle.dumps(deepcopy(learn.model))
+    return values(learn),said,[p is q for p,q in zip(ps, learn.opt.all_params().itemgot(0))]
+
+@pytest.mark.parametrize('opt', ['adam','wrapper'])
+def test_a_model_that_no_rank_has_whole(opt):
+    learn = meta_learner(0, real=True, opt_func=opts[opt])
+    learn.save('whole')
+    def plain(rank):
+        learn = meta_learner(rank, real=True, opt_func=opts[opt])
+        with ctx(learn):
+            learn.load('whole')
+            learn.fit(1, 0.01)
+        return values(learn)
+    want = on_ranks(plain, 3, join=False)[0]
+    for got,said,same in on_ranks(lambda rank: no_rank_has(rank, opt), 3, join=False):
+        assert got==want and all(same)
+        test_eq(len(said), 6)
+        assert all('no values yet for 1.weight, 1.bias, 2.weight and ' in o and 'learn.load' in o for o in said[:3]), said
+        assert all('no values yet for 0.at, since' in o for o in said[3:]), said
+
+def test_what_has_no_values_has_none_afterwards():
+    def f(rank):
+        learn = meta_learner(rank)
+        with ctx(learn): learn.create_opt()
+        return all(t.is_meta and t.shape==u.shape for t,u in zip([*learn.model.parameters(), *learn.model.buffers()], [*meta_learner(0).model.parameters(), *meta_learner(0).model.buffers()]))
+    test_eq(on_ranks(f, join=False), [True]*2)
+
+def test_rank_0_alone_has_values():
+    def f(rank, alone):
+        learn = meta_learner(rank, real=not (alone and rank))
+        with ctx(learn, shard=False, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)): learn.fit(1, 0.01)
+        return values(learn)
+    a,b,c,d = *on_ranks(lambda rank: f(rank, True), join=False),*on_ranks(lambda rank: f(rank, False), join=False)
+    assert a==b==c==d
+
+def said(f):
+    try: f()
+    except Exception as e: return str(e)
+
+@pytest.mark.parametrize('opt', ['adam','wrapper','ranger'])
+def test_kept_in_shards(opt):
+    def f(rank, keep, between=noop):
+        set_seed(3)
+        learn = net_learner(opt_func=opts[opt])
+        ps,res = [*learn.model.parameters()],[]
+        with ctx(learn, keep_sharded=keep): learn.fit(1, 0.01)
+        if keep: res += [said(o) for o in (lambda: learn.model(torch.zeros(1,64)), lambda: learn.validate(), lambda: learn.save('k'), lambda: learn.export('k.pkl'), lambda: learn.load('k'))]
+        with ctx(learn, keep_sharded=keep):
+            learn.fit(1, 0.01)
+            if keep: learn.save('kept')
+        if keep: assert all(isinstance(p, DTensor) for p in learn.model.parameters())
+        with learn.distrib_ctx(shard=not keep),learn.no_bar(),learn.no_logging():
+            test_eq(isinstance(learn.model[0].weight, DTensor), not keep)
+            learn.fit(1, 0.01)
+        assert all(a is b for a,b in zip(ps, learn.model.parameters())) and not 'kept_in_shards' in vars(learn)
+        return values(learn),res
+    kept,plain = on_ranks(lambda rank: f(rank, True), 3, join=False),on_ranks(lambda rank: f(rank, False), 3, join=False)
+    for (a,why),(b,_) in zip(kept, plain):
+        for k in a: np.testing.assert_allclose(a[k][-1], b[k][-1], atol=1e-5)
+        assert all('outside of' in o and 'HINT: `with learn.distrib_ctx(shard=True)' in o for o in why), why
+
+def test_kept_by_other_ranks():
+    def f(rank):
+        learn = net_learner()
+        with ctx(learn, keep_sharded=rank>=0): learn.fit(1)
+        if rank==1: del learn.kept_in_shards
+        why = said(lambda: ctx(learn).__enter__())
+        return why
+    assert all('kept in shards' in o for o in on_ranks(f, join=False))
+
+class Saver(Callback):
+    rank0_only = True
+    def after_epoch(self): self.learn.save('x')
+
+def test_saving_on_rank_0_alone():
+    def f(rank):
+        learn = net_learner()
+        with ctx(learn): return said(lambda: learn.fit(1, cbs=Saver()))
+    a,b = on_ranks(f, join=False)
+    assert all('rank 0 alone save or load a model in shards' in o for o in (a,b)), (a,b)
