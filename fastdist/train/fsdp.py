@@ -17,6 +17,7 @@ __all__ = ['RowCarrier', 'spread', 'Sharded']
 import torch
 from contextlib import ExitStack,contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from warnings import warn
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecisionPolicy,OffloadPolicy
@@ -122,7 +123,7 @@ def _put_back(self:Sharded, model):
     return back
 
 @patch
-def _retie(self:Sharded, opt, back):
+def _retie(self:Sharded, opt, back=MappingProxyType({})):
     now = self._now()
     if opt is None: return
     now |= {i:now[id(p)] for i,p in back.items() if id(p) in now}
