@@ -326,3 +326,30 @@ def cleaned(rank, how, learn):
 def test_nothing_is_left(how): on_ranks(lambda rank: cleaned(rank, how, odd()), 3 if how=='fitted' else 2, join=False)
 
 def test_nothing_is_left_on_recurrent_models(): on_ranks(lambda rank: cleaned(rank, 'fitted', language_model()), join=False)
+
+def test_distributed_from_a_head(monkeypatch):
+    "A Learner of the head is in shards on the ranks, and comes home whole; in a function too"
+    set_seed(4)
+    plain = net_learner()
+    set_seed(4)
+    learn = net_learner()
+    ps = [*learn.model.parameters()]
+    kinds = Callback(after_fit=lambda self: Path(f'{this_world().rank}.txt').write_text(type(self.learn.model[0].weight).__name__))
+    for o,fsdp in ((plain,False),(learn,True)):
+        set_seed(5)
+        if fsdp: monkeypatch.setenv('ACCELERATE_USE_FSDP', 'true')
+        if fsdp: monkeypatch.setenv('FSDP_VERSION', '2')
+        with o.no_bar(): Accelerator(nprocs=2, compute_setup='cpu').distribute(o.fit, start='fork')(1, 0.01, cbs=kinds)
+        test_eq([Path(f'{i}.txt').read_text() for i in range(2)], ['DTensor' if fsdp else 'Parameter']*2)
+    monkeypatch.undo()
+    monkeypatch.chdir(os.getcwd())
+    for a,b in zip(learn.model.state_dict().values(), plain.model.state_dict().values()): np.testing.assert_allclose(a, b, atol=1e-5)
+    assert all(a is b for a,b in zip(ps, learn.model.parameters())) and len(learn.opt.state_dict()['state'][0]['grad_avg'])==35
+    def f():
+        set_seed(5)
+        learn = net_learner()
+        with ctx(learn): learn.fit(1, 0.01)
+        return flat(learn.model.state_dict()),flat(learn.opt.state_dict()),learn.model
+    res = Accelerator(nprocs=2, compute_setup='cpu').distribute(f, start='fork', all_ranks=True)()
+    assert res[0][:2]==res[1][:2] and flat(res[0][2].state_dict())==res[0][0]
+    saved(learn)
