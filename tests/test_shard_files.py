@@ -1,6 +1,6 @@
 "Files of Learners in shards: plain fastai reads them, and they read its own; nothing of the shards is left afterwards"
-import io,os,pickle,pytest,warnings
-from contextlib import nullcontext
+import io,os,pickle,pytest,types,warnings
+from contextlib import nullcontext,suppress
 from copy import deepcopy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
@@ -254,3 +254,102 @@ def test_saving_on_rank_0_alone():
         with ctx(learn): return said(lambda: learn.fit(1, cbs=Saver()))
     a,b = on_ranks(f, join=False)
     assert all('rank 0 alone save or load a model in shards' in o for o in (a,b)), (a,b)
+
+def reachable(o, seen, path='learn'):
+    "Path -> object of everything that `o` holds: attributes, items, and what a partial or a method is bound to"
+    if id(o) in seen or isinstance(o, (str,bytes,int,float,type(None),type,np.ndarray,pd.DataFrame)) or isinstance(o, types.ModuleType): return seen
+    seen[id(o)] = path,o
+    inner = list(o.items()) if isinstance(o, dict) else list(enumerate(o)) if isinstance(o, (list,tuple,set,L)) else []
+    if isinstance(o, partial): inner += [('func',o.func),('args',o.args),('keywords',o.keywords)]
+    if isinstance(o, types.MethodType): inner += [('self',o.__self__),('func',o.__func__)]
+    inner += list(getattr(o, '__dict__', {}).items()) if not isinstance(o, types.FunctionType) else [(k, c.cell_contents) for k,c in enumerate(o.__closure__ or ()) if c!=types.CellType()]
+    for k,v in inner: reachable(v, seen, f'{path}.{k}')
+    return seen
+
+def of_shards(o):
+    "Whether `o` is something that a model in shards has: a class, a module, a hook or a tensor"
+    names = [str(getattr(c, '__module__', '')) for c in (*type(o).__mro__, *((o,) if callable(o) else ()))]
+    return isinstance(o, DTensor) or any(n.startswith(('torch.distributed','fastdist.train.fsdp','fastdist.train.shard','fastdist.train.joint')) for n in names)
+
+def form(learn):
+    m = learn.model
+    return ({n:(type(o), sorted(vars(o)), {k:len(v) for k,v in vars(o).items() if 'hooks' in k}) for n,o in m.named_modules()},
+        {n:(id(p), type(p), p.requires_grad, p.stride(), p.dtype, p.device, p.untyped_storage().nbytes(), sorted(vars(p))) for n,p in m.named_parameters(remove_duplicate=False)},
+        {n:(id(b), b.stride(), type(b)) for n,b in m.named_buffers()}, sorted(vars(learn)), [type(o) for o in learn.cbs], [[id(p) for p in ps] for ps in learn.opt.param_lists], sorted(vars(learn.opt)))
+
+class Odd(nn.Module):
+    "A convolution in channels_last, a parametrized weight, tied weights, a frozen parameter, one without dimensions, a user's hooks"
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm,self.lin,self.out = nn.BatchNorm2d(5),weight_norm(nn.Linear(320,7)),nn.Linear(7,7,bias=False)
+        self.again,self.scale = nn.Linear(7,7,bias=False),nn.Parameter(torch.ones(()))
+        self.again.weight = self.out.weight
+        self.head = nn.Linear(7,10).requires_grad_(False)
+        self.calls,_ = [],self.head.register_forward_hook(self.called)
+    def called(self, *_): self.calls.append(1)
+    def forward(self, x):
+        x = self.norm(self.conv(x.view(-1,1,8,8).expand(-1,2,8,8))).flatten(1)
+        return self.head(self.again(self.out(self.lin(x)))*self.scale)
+
+def odd(opt=partial(SGD, mom=.9)):
+    set_seed(1)
+    learn = digits(n=120, path='.', opt_func=opt)
+    learn.model = Odd()
+    learn.create_opt()
+    return learn
+
+def cleaned(rank, how, learn):
+    learn.path = Path('.')
+    with learn.no_bar(),learn.no_logging(): learn.fit(1)
+    before = form(learn)
+    def fail(self): raise KeyError('mine')
+    with suppress(KeyError,RankError), ctx(learn):
+        learn.model.eval()
+        learn.fit(1, 0.01, cbs=[SaveModelCallback(), CSVLogger()])
+        if how=='loaded': learn.load('model')
+        if not isinstance(learn.model, Odd): learn.export('inside.pkl')
+        if how=='error': learn.fit(1, cbs=Callback(before_backward=fail if rank else noop))
+    for a,b in zip(before, form(learn)): test_eq(b, a)
+    left = {p:type(o) for p,o in reachable(learn, {}).values() if of_shards(o)}
+    test_eq(left, {})
+    deepcopy(learn.model)
+    if isinstance(learn.model, Odd): pickle.dumps((learn.model.state_dict(), learn.opt.state_dict())) # torch pickles no parametrized module
+    elif rank==0:
+        pickle.dumps((learn.model, learn.opt.state_dict()))
+        learn.export()
+        assert not any(o in Path(f).read_bytes() for f in ('export.pkl','inside.pkl') for o in (b'fastdist',b'fsdp',b'DTensor'))
+        test_eq(flat(load_learner('inside.pkl').model.state_dict()), flat(load_learner('export.pkl').model.state_dict()))
+    with learn.no_bar(),learn.no_logging(): learn.fit(1)
+
+@pytest.mark.parametrize('how', ['fitted','loaded','error'])
+def test_nothing_is_left(how): on_ranks(lambda rank: cleaned(rank, how, odd()), 3 if how=='fitted' else 2, join=False)
+
+def test_nothing_is_left_on_recurrent_models(): on_ranks(lambda rank: cleaned(rank, 'fitted', language_model()), join=False)
+
+def test_distributed_from_a_head(monkeypatch):
+    "A Learner of the head is in shards on the ranks, and comes home whole; in a function too"
+    set_seed(4)
+    plain = net_learner()
+    set_seed(4)
+    learn = net_learner()
+    ps = [*learn.model.parameters()]
+    kinds = Callback(after_fit=lambda self: Path(f'{this_world().rank}.txt').write_text(type(self.learn.model[0].weight).__name__))
+    for o,fsdp in ((plain,False),(learn,True)):
+        set_seed(5)
+        if fsdp: monkeypatch.setenv('ACCELERATE_USE_FSDP', 'true')
+        if fsdp: monkeypatch.setenv('FSDP_VERSION', '2')
+        with o.no_bar(): Accelerator(nprocs=2, compute_setup='cpu').distribute(o.fit, start='fork')(1, 0.01, cbs=kinds)
+        test_eq([Path(f'{i}.txt').read_text() for i in range(2)], ['DTensor' if fsdp else 'Parameter']*2)
+    monkeypatch.undo()
+    monkeypatch.chdir(os.getcwd())
+    for a,b in zip(learn.model.state_dict().values(), plain.model.state_dict().values()): np.testing.assert_allclose(a, b, atol=1e-5)
+    assert all(a is b for a,b in zip(ps, learn.model.parameters())) and len(learn.opt.state_dict()['state'][0]['grad_avg'])==35
+    def f():
+        set_seed(5)
+        learn = net_learner()
+        with ctx(learn): learn.fit(1, 0.01)
+        return flat(learn.model.state_dict()),flat(learn.opt.state_dict()),learn.model
+    res = Accelerator(nprocs=2, compute_setup='cpu').distribute(f, start='fork', all_ranks=True)()
+    assert res[0][:2]==res[1][:2] and flat(res[0][2].state_dict())==res[0][0]
+    saved(learn)
