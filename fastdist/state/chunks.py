@@ -70,9 +70,9 @@ def write_chunks(
     folder,chunks = Path(folder),{k:c for k,c in chunks.items() if c.rows.numel()}
     with _of_disk(folder, rank):
         writer,planner = FileSystemWriter(folder),_Planner(False, False)
-        writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
         planner.set_up_planner(chunks)
-        done = writer.write_data(writer.prepare_local_plan(planner.create_local_plan()), planner).wait()
+        plan = writer.prepare_global_plan([planner.create_local_plan()]*(rank+1))[rank] # prepare_local_plan would make the folder again, which rank 0 may have removed
+        done = writer.write_data(plan, planner).wait()
         note = json.dumps(_note(folder/f'__{rank}_0.distcp', chunks, done))
         write_whole(lambda f: f.write(note.encode()), folder/f'__{rank}.json')
 
