@@ -1,5 +1,5 @@
 "A training in shards that is ended anywhere goes on where it was, in shards or not, on any number of ranks"
-import pytest
+import pytest,shutil,warnings
 from contextlib import suppress
 from functools import cache
 from tempfile import TemporaryDirectory
@@ -7,9 +7,11 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.training import GradientAccumulation,GradientClip
 from fastdist import *
-from fastdist.state import run as fit_run
+from fastdist.state import chunks,resume,run as fit_run
 from fastdist.state.chunks import map_tensors
+from collectives import counting
 from survive import *
+from test_resume_cost import messages
 from test_survive import differences,runs
 
 kw = dict(saves=False, every=2)
@@ -57,17 +59,20 @@ def tied():
     model[2].weight = model[0].weight
     return model
 
+def sure(): return nn.Sequential(nn.Linear(8,5), nn.ReLU(), nn.Linear(5,3))
 def plain(): return nn.Sequential(nn.Linear(8,5), nn.ReLU(), nn.Dropout(.2), nn.Linear(5,3))
 
-def fitted(path, n, mk=plain, opt=Adam, cbs=(), **how):
+def local(t): return getattr(t, '_local_tensor', t)
+
+def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
     "Fit two epochs of five batches on this rank in shards, unless it ends before step `n`; return weights, losses and the optimizer's state"
     fit_run._last.clear()
     set_seed(3)
-    dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=3, num_workers=0, device='cpu')
+    dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=6//size, num_workers=0, device='cpu')
     learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt, lr=.05, cbs=[Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]])
     with suppress(InterruptedError), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**dict(shard=True)|how): learn.fit(2)
     for o in fit_run._writers.values(): o.wait()
-    return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(snapshot(learn, 'opt')['opt'], lambda t: getattr(t, '_local_tensor', t))
+    return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(snapshot(learn, 'opt')['opt'], local)
 
 class InEpochs(Callback):
     "Has states made between epochs only, where a window of batches may be open"
@@ -75,7 +80,7 @@ class InEpochs(Callback):
 
 kinds = dict(ranger=dict(opt=ranger), larc=dict(opt=Larc), wrapped=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), tied=dict(mk=tied),
     window=dict(cbs=[partial(GradientAccumulation, 18)]), clipped=dict(cbs=[partial(GradientClip, .1)]), batches=dict(gradient_accumulation_steps=2),
-    open_window=dict(cbs=[partial(GradientAccumulation, 18),InEpochs]))
+    open_window=dict(cbs=[partial(GradientAccumulation, 18),InEpochs]), of_replicas=dict(cbs=[partial(GradientAccumulation, 18),InEpochs], shard=False))
 
 @pytest.mark.parametrize('kind', kinds)
 def test_all_kinds(tmp_path, kind):
@@ -83,3 +88,70 @@ def test_all_kinds(tmp_path, kind):
         whole,_,last = [fitted(tmp_path/k, n, **kinds[kind]) for k,n in (('whole',0),('cut',8),('cut',0))]
         return differences(dict(enumerate(whole)), dict(enumerate(last)), True)
     test_eq(on_ranks(run, join=False), [[],[]])
+
+def test_an_open_window_goes_on_elsewhere(tmp_path):
+    "Gradients that ranks have each for itself become their mean"
+    window = kinds['open_window']|dict(mk=sure)
+    begin = lambda rank, n: fitted(tmp_path/('whole','cut')[n>0], n, **window)[:2]
+    whole = on_ranks(lambda rank: [begin(rank, n) for n in (0,8)][0], join=False)[0]
+    for size,shard in ((3,True),(2,False),(1,False)):
+        shutil.copytree(tmp_path/'cut', here := tmp_path/f'{size}{shard}')
+        for o in on_ranks(lambda rank: fitted(here, 0, size=size, shard=shard, **window)[:2], size, join=False): test_eq(differences(dict(enumerate(whole)), dict(enumerate(o)), False), [])
+
+# What it costs, and what the disk does
+
+def costs(rank, path, n, **kw):
+    "Collectives and messages that a `Checkpoint` adds to a fit of `n` batches"
+    def one(*cbs):
+        set_seed(3)
+        learn = Learner(DataLoaders.from_dsets(Samples(6*n), Samples(7, 1), bs=3, num_workers=0, device='cpu'), sure(), loss_func=CrossEntropyLossFlat())
+        learn._do_epoch_validate = noop
+        with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging(), messages() as sent, counting() as ran: learn.fit(1, cbs=cbs)
+        return ran+sent
+    res = one(Checkpoint(path, **kw))
+    res.subtract(one())
+    return +res
+
+def test_quiet_steps_exchange_nothing_and_a_state_little(tmp_path):
+    few,many,states = [on_ranks(lambda rank: costs(rank, tmp_path/f'{n}{every}', n, every=every), join=False)[0] for n,every in ((4,50),(40,50),(40,13))]
+    test_eq(few, many)
+    test_eq(sum((states-many).values()), 3*4)
+
+def test_ranks_hold_and_write_their_rows(tmp_path):
+    "Nothing is gathered for a snapshot or a state, and no file has more than its rank's rows"
+    def run(rank):
+        learn = Learner(DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=5, num_workers=0, device='cpu'), nn.Linear(8,3), loss_func=CrossEntropyLossFlat(), cbs=Checkpoint(tmp_path))
+        with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging():
+            learn.fit(1)
+            with counting() as ran: snap = snapshot(learn)
+            return sum(ran.values()),snap['model']['weight'].to_local().shape,[len(local(o['grad_avg'])) for o in snap['opt']['state']]
+    test_eq(on_ranks(run, 2, join=False), [(0,(2,8),[2,2]),(0,(1,8),[1,1])])
+    state = States(tmp_path).newest()
+    test_eq({k:v['chunks'][1][:3] for k,v in state.chunks.index.items() if k!='model.bias'}, {f'{o}weight{k}':[2,1,'__1_0.distcp'] for o,k in
+        [('model.',''),*(('state.',f'.{k}') for k in ('grad_avg','sqr_avg'))]} | {f'state.bias.{k}':[2,1,'__1_0.distcp'] for k in ('grad_avg','sqr_avg')})
+    with open(state.path/'__1_0.distcp', 'r+b') as f: f.write(b'torn')
+    with pytest.warns(UserWarning, match='__1_0.distcp was changed after it was written'): assert States(tmp_path).newest() is None
+
+def test_a_disk_that_one_rank_cannot_write_to(tmp_path):
+    "The training goes on, the state before stays, and the next is written"
+    def run(rank):
+        write,calls = chunks.write_chunks,[]
+        def hindered(folder, *args):
+            calls.append(1)
+            if rank and len(calls)==2: (folder/'__1_0.distcp').mkdir()
+            return write(folder, *args)
+        chunks.write_chunks = hindered
+        with warnings.catch_warnings(record=True) as ws: fitted(tmp_path/'states', 0)
+        return [str(w.message) for w in ws if 'A state could not be written' in str(w.message)],len(calls)
+    (said,n),(own,m) = on_ranks(run, join=False)
+    assert n==m>2 and len(said)==len(own)==1 and 'rank 1 could not write its part' in said[0], (said,own,n,m)
+    test_eq(sorted(o.name[:6] for o in (tmp_path/'states').iterdir()), ['.lock',*(f'{i:06d}' for i in (n-2,n-1))])
+
+def test_a_folder_that_not_all_ranks_see(tmp_path):
+    def run(rank):
+        if rank: resume.SavingRun._seen = lambda self: dict(sees=False)
+        with warnings.catch_warnings(record=True) as ws: fitted(tmp_path, 0)
+        return [str(w.message) for w in ws if 'A state could not be written' in str(w.message)]
+    (said,),own = on_ranks(run, join=False)
+    assert 'rank 1 does not see it' in said and 'ranks on several nodes need a folder that all of them see' in said and not own
+    test_eq(States(tmp_path).newest(), None)

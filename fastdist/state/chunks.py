@@ -70,9 +70,9 @@ def write_chunks(
     folder,chunks = Path(folder),{k:c for k,c in chunks.items() if c.rows.numel()}
     with _of_disk(folder, rank):
         writer,planner = FileSystemWriter(folder),_Planner(False, False)
-        writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
         planner.set_up_planner(chunks)
-        done = writer.write_data(writer.prepare_local_plan(planner.create_local_plan()), planner).wait()
+        plan = writer.prepare_global_plan([planner.create_local_plan()]*(rank+1))[rank] # prepare_local_plan would make the folder again, which rank 0 may have removed
+        done = writer.write_data(plan, planner).wait()
         note = json.dumps(_note(folder/f'__{rank}_0.distcp', chunks, done))
         write_whole(lambda f: f.write(note.encode()), folder/f'__{rank}.json')
 
@@ -80,7 +80,8 @@ def write_chunks(
 def _note(file, chunks, done):
     "Return the record of `file`, to which torch has written `chunks` as it says in `done`"
     at = {o.index.fqn:o.storage_data for o in done}
-    tensors = {k:dict(dtype=str(c.rows.dtype).removeprefix('torch.'), shape=c.shape, start=c.start, rows=len(c.rows), offset=at[k].offset, length=at[k].length) for k,c in chunks.items()}
+    def tell(c, at): return dict(dtype=str(c.rows.dtype).removeprefix('torch.'), shape=c.shape, start=c.start, rows=len(c.rows), offset=at.offset, length=at.length)
+    tensors = {k:tell(c, at[k]) for k,c in chunks.items()}
     return dict(file=file.name, size=file.stat().st_size, crc32=_summed(file), tensors=tensors)
 
 # %% ../../nbs/58a_state.chunks.ipynb #1ec3c3d4
@@ -112,7 +113,8 @@ def _index(notes):
     res = {}
     for note in notes:
         for k,o in note['tensors'].items():
-            res.setdefault(k, dict(dtype=o['dtype'], shape=o['shape'], chunks=[]))['chunks'].append([o['start'],o['rows'],note['file'],o['offset'],o['length']])
+            chunks = res.setdefault(k, dict(dtype=o['dtype'], shape=o['shape'], chunks=[]))['chunks']
+            chunks.append([o['start'],o['rows'],note['file'],o['offset'],o['length']])
     return res
 
 def _pieces(o):
@@ -148,8 +150,7 @@ class _Into(DefaultLoadPlanner):
 
 class ChunkReader:
     "Reader of the tensors in `path`, by the index that `collect_chunks` has made"
-    def __init__(self, path, index):
-        self.path,self.index,self.meta = Path(path),index,_metadata(index)
+    def __init__(self, path, index): self.path,self.index,self.meta = Path(path),index,_metadata(index)
 
     def shape(self, name): return torch.Size(self.index[name]['shape'])
     def __call__(self,

@@ -176,6 +176,8 @@ def _as_file(name, state):
     except Exception as e: raise TypeError(f'The state_dict of {name} cannot be pickled: {e}. HINT: return values, such as numbers, text, arrays and tensors') from e
 
 # %% ../../nbs/60_state.progress.ipynb #42feb686
+def _is_apart(p): return hasattr(p, '_local_tensor') # in shards
+
 def taken_on_rank(
     changes:Changes, # Since the fit began
     grads:bool=False, # Whether there are gradients that no step has used
@@ -194,6 +196,9 @@ def mean_left(
     names = {n:None for o in ranks for n in o['left']}
     return {n:sum(o['left'][n] for o in ranks if n in o['left'])/len(ranks) for n in names}
 
+
+
+# %% ../../nbs/60_state.progress.ipynb #fb523cc2
 def left_in(
     state:dict, # From `taken`
     ranks:list, # As for `mean_left`; empty where each has its own
@@ -202,8 +207,6 @@ def left_in(
     "Return the gradients that no step has used"
     res,alone = mean_left(ranks)|state.get('left', {}),state.get('unsynced', {}) if whole else {}
     return res|{n:res.get(n, 0)+sum(vs)/len(vs) for n,vs in alone.items()}
-
-def _is_apart(p): return hasattr(p, '_local_tensor')
 
 # %% ../../nbs/60_state.progress.ipynb #9dc0fc59
 def put_back(

@@ -191,7 +191,8 @@ def _blind(self:SavingRun, ranks): return [r for r,o in enumerate(ranks) if not 
 def _more(self:SavingRun, blind, chunks, folder):
     "Write this rank's part, wait for those of the others, and return what `States.write` adds to the state"
     from fastdist.state.chunks import write_chunks,await_chunks,collect_chunks
-    if blind: raise OSError(errno.ENOENT, f'rank {blind[0]} does not see it, and in shards each rank writes its part; ranks on several nodes need a folder that all of them see', str(folder))
+    why = 'does not see it, and in shards each rank writes its part; ranks on several nodes need a folder that all of them see'
+    if blind: raise OSError(errno.ENOENT, f'rank {blind[0]} {why}', str(folder))
     write_chunks(folder, 0, chunks)
     index,files = collect_chunks(folder, await_chunks(folder, self.size, lambda: self.line.failed or self.line.closed))
     return dict(chunks=index),files
@@ -214,7 +215,7 @@ def _write_part(self:SavingRun, wait):
 @patch
 def _part(self:SavingRun, folder, chunks):
     from fastdist.state.chunks import write_chunks
-    if folder.is_dir(): write_chunks(folder, self.rank, chunks) # rank 0 says what is wrong where it is not, and removes it where it gives the state up
+    with suppress(FileNotFoundError): write_chunks(folder, self.rank, chunks) # rank 0 has given the state up, or this rank does not see the folder; both rank 0 says
 
 # %% ../../nbs/62_state.resume.ipynb #28846a27
 @patch

@@ -169,6 +169,11 @@ def settle(self:Layout,
 
 # %% ../../nbs/73_train.layout.ipynb #606dc7e7
 @patch
+def unsynced(self:Layout)->dict: # Parameter -> gradient
+    "Return gradients that lie outside of parameters until they are exchanged"
+    return {}
+
+@patch
 def share_tracked(self:Layout,
     moved=True # Whether forward passes of training came since the last time
 )->set: # Identities of the buffers that are the same on all ranks now
@@ -211,10 +216,7 @@ def apart(self:Layout,
     "Take out of `state` what each rank has its rows of"
     return state,{}
 
-@patch
-def unsynced(self:Layout)->dict: # Parameter -> gradient
-    "Return gradients that lie outside of parameters until they are exchanged"
-    return {}
+
 
 @patch
 def rejoined(self:Layout,

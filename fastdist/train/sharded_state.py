@@ -13,7 +13,6 @@ and whole tensors alike become what the parameter is now: rows of this rank, on 
 __all__ = ['take_apart', 'rejoin']
 
 # %% ../../nbs/89_train.sharded_state.ipynb #6cb2da82
-from contextlib import nullcontext
 from copy import copy
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -69,8 +68,7 @@ def take_apart(
 # %% ../../nbs/89_train.sharded_state.ipynb #a7338270
 class _Rejoin:
     "Makes of values what parameters of `learn` are, with `read` for those that are `Stored`"
-    def __init__(self, learn, read):
-        self.read,self.params = read,dict(learn.model.named_parameters(remove_duplicate=False))
+    def __init__(self, learn, read): self.read,self.params = read,dict(learn.model.named_parameters(remove_duplicate=False))
 
     def __call__(self, v, name):
         "Return `v` for the parameter `name`: this rank's rows if it is in shards and of the shape of `v`"
