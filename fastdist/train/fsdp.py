@@ -56,6 +56,7 @@ def spread(
 # %% ../../nbs/89a_train.fsdp.ipynb #6c66e5f1
 class Sharded(Joint):
     "Layout in which each rank holds a part of each parameter"
+    gathers = True
     def __init__(self,
         job:Job, # That the Learner has joined
         plan, # A `ShardPlan`
@@ -63,7 +64,7 @@ class Sharded(Joint):
         alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
         self.job,self.plan,self.alone = job,plan.on(job.world),alone
-        self.cut,self.group,self.open,self.order,self.stack = {},None,False,[],ExitStack()
+        self.cut,self.group,self.open,self.telling,self.stack = {},None,False,False,ExitStack()
         super().__init__(job.line.exchanges, job.world.size, sync_bn)
 
     def forget(self):
@@ -149,8 +150,7 @@ def _fill(self:Sharded, ts):
 @patch
 def _before(self:Sharded, shards, i, *_):
     "Called before the forward pass of unit `i`"
-    if i==len(shards.parts)-1: self.order = []
-    self.order.append((shards,i))
+    if self.telling: self._tell(self._units().index((shards,i))+1)
     if self.open: return
     if self.alone(): raise RuntimeError('You let rank 0 alone use a model in shards, and a forward pass needs the shards of all ranks. HINT: a callback without rank0_only, or shard=False')
     if control_connection() is None: raise RuntimeError('The model is in shards, which ranks hold, and this is outside of their context. HINT: `with learn.distrib_ctx(shard=True):` around it')
@@ -160,25 +160,45 @@ def _before(self:Sharded, shards, i, *_):
 
 @patch
 def _after(self:Sharded):
+    if self.telling: self._end_telling()
     if not self.stack._exit_callbacks: return
     self.stack.close()
     if not torch.is_grad_enabled(): self.rest()
 
 @patch
 @contextmanager
-def evaluation(self:Sharded):
-    "Return a context manager for one batch that is evaluated"
-    was,self.open = self.open,True
-    try: yield
-    finally: self.open = was
+def evaluation(self:Sharded, short=False):
+    "Return a context manager for one batch that is evaluated; if `short`, each unit is told to the ranks in `idle`"
+    was,self.open,self.telling = self.open,True,short
+    try:
+        yield
+        if self.telling: self._end_telling()
+    finally: self.open,self.telling = was,False
+
+# %% ../../nbs/89a_train.fsdp.ipynb #90a10e7d
+@patch
+def _units(self:Sharded): return [(s,i) for s in self.cut.values() for i in range(len(s.parts))]
+
+@patch
+def _tell(self:Sharded, n):
+    "Return the number of the unit that ranks with samples are about to gather, 0 after the last; they give it as `n`, other ranks 0"
+    digits = range(0, len(self._units()).bit_length(), 8) # a vote has 8 bits
+    return sum(control_connection().agree(n>>k&255, 'a unit of the model in shards')<<k for k in digits)
+
+@patch
+def _end_telling(self:Sharded):
+    self._tell(0)
+    self.open = self.telling = False # another pass in this batch would find the other ranks elsewhere
 
 @patch
 def idle(self:Sharded):
-    "Gather what the forward pass of another rank gathers, in the order of this rank's last one"
-    order = self.order or [(s,i) for s in self.cut.values() for i in range(len(s.parts))[::-1]]
-    for s,i in order:
+    "Gather what the forward pass of other ranks gathers, unit by unit; return whether there was one"
+    some,units = False,self._units()
+    while n := self._tell(0):
+        some,(s,i) = True,units[n-1]
         s.parts[i].unshard()
         if i<len(s.parts)-1 and self.plan.reshard is not False: s.parts[i].reshard()
+    return some
 
 # %% ../../nbs/89a_train.fsdp.ipynb #3f30381f
 @patch

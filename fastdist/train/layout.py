@@ -37,6 +37,7 @@ from .gradients import *
 class Layout:
     "Layout of a Learner's parameters in one process, and base of other layouts"
     swaps,part,bare,sync_bn = (),1.,False,False # Batch norms that count the samples of all ranks; what they were told; whether the wrapper is left out; the user's wish
+    gathers = False # Whether a forward pass takes all ranks
     def __init__(self,
         prepare:callable=noop # Called with a model; returns the wrapper for its forward pass in training
     ):
@@ -134,11 +135,11 @@ def average(self:Layout,
 @patch
 def drop(self:Layout): "Forget the last forward pass; its gradients are averaged by the caller"
 @patch
-def evaluation(self:Layout):
-    "Return a context manager for one batch that is evaluated"
+def evaluation(self:Layout, short=False):
+    "Return a context manager for one batch that is evaluated; `short`: whether some ranks have no samples of it, and call `idle` meanwhile"
     return nullcontext()
 @patch
-def idle(self:Layout): "Take part in a batch that another rank evaluates"
+def idle(self:Layout): "Take part in the forward pass of a batch that other ranks evaluate; return whether there was one"
 @patch
 def rest(self:Layout): "Free what forward passes have gathered; called between the phases of an epoch"
 @patch

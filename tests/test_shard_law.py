@@ -1,0 +1,118 @@
+"In shards, N ranks with batch size `bs` compute what one process computes with `N*bs`; each number of ranks is forked once, for all cases"
+import pytest
+from contextlib import nullcontext
+from accelerate.utils import FullyShardedDataParallelPlugin
+from fastcore.test import test_eq
+from fastai.text.all import AWD_LSTM,RNNCallback
+from fastai.vision.all import *
+from fastdist import *
+from compare import assert_same,difference
+import learners
+
+whole_between = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
+
+def data(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return list(zip(torch.randn(n, 8, generator=g), torch.randint(0, 3, (n,), generator=g)))
+
+def net(bn=False):
+    "Three units, none of which has a number of rows that two, three and four divide"
+    return nn.Sequential(nn.Linear(8,7), *[nn.BatchNorm1d(7)]*bn, nn.Tanh(), nn.Linear(7,5), nn.Tanh(), nn.Linear(5,3))
+
+def parts(m): return L(m[:2],m[2:4],m[4:]).map(params)
+
+def small(bs, n=37, bn=False, opt=SGD, **kw):
+    set_seed(3)
+    dls = DataLoaders.from_dsets(data(n), data(7, 1), bs=bs, shuffle=True, drop_last=False, num_workers=0, device='cpu')
+    return Learner(dls, net(bn), loss_func=CrossEntropyLossFlat(), opt_func=opt, metrics=[accuracy,F1Score(average='macro')], **kw)
+
+def told(learn): return [o.detach().float() for o in learn.model.state_dict().values()],[float(o) for o in learn.recorder.losses],learn.recorder.values,learn.get_preds()
+
+def fitted(learn, ctx, cbs=None, f=lambda o: o.fit(2, .05), **kw):
+    "What a Learner reports, and its weights afterwards"
+    with learn.distrib_ctx(shard=True, **kw) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
+        learn.add_cbs(L(cbs and cbs()))
+        f(learn)
+        *_,losses,values,preds = told(learn)
+    return told(learn)[0],losses,values,preds
+
+def case(mk=small, cbs=None, f=lambda o: o.fit(2, .05), tol=1e-5, full=None, **kw):
+    "A function of rank and size; `full` makes the Learner of one process where it is another"
+    return lambda ctx,size: fitted((mk if ctx else full or mk)(12//size), ctx, cbs, f, **(kw if ctx else {})),tol
+
+adamw,torch_sgd = [partial(OptimWrapper, opt=o) for o in (torch.optim.AdamW,partial(torch.optim.SGD, momentum=.9))]
+def of(opt, **kw): return case(partial(small, opt=opt), **kw)
+
+def thawed(learn):
+    learn.freeze()
+    learn.fit(1, slice(.001,.05))
+    learn.unfreeze()
+    learn.fit(1, slice(.001,.05))
+
+class Thaw(Callback):
+    "In the midst of an epoch"
+    def before_batch(self):
+        if self.training and self.iter==1: self.learn.unfreeze()
+        if self.training and self.iter==2: self.learn.freeze()
+
+class SAM(Callback):
+    "A second pass where the first one points to"
+    def after_backward(self):
+        ps = [p for p in self.opt.all_params().itemgot(0) if p.grad is not None]
+        with torch.no_grad(): [p.add_(p.grad, alpha=.05) for p in ps]
+        self.opt.zero_grad()
+        self.loss_func(self.model(*self.xb), *self.yb).backward()
+
+class Sharp(Callback):
+    "A penalty on the gradient with respect to what goes in"
+    def before_batch(self): self.learn.xb = self.xb[0].requires_grad_(),
+    def after_loss(self):
+        if not self.training: return
+        g, = torch.autograd.grad(self.pred.sum(), self.xb[0], create_graph=True)
+        self.learn.loss_grad = self.loss_grad+.1*g.square().sum(1).mean()
+
+class Small(Callback):
+    "A penalty on weights"
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad+.1*sum(p.square().sum() for p in self.model.parameters())
+
+def clipped(): return [GradientClip(.1)]
+def tuned(learn): learn.fine_tune(1, .02)
+
+optimizers = dict(sgd=of(SGD), momentum=of(partial(SGD, mom=.9, wd=.1)), rms=of(RMSProp), adam=of(Adam, cbs=clipped), radam=of(RAdam), qhadam=of(QHAdam),
+    larc=of(Larc), lamb=of(Lamb), ranger=of(ranger), torch_sgd=of(torch_sgd), adamw=of(adamw, cbs=clipped))
+ways = dict(norm=case(partial(small, n=36, bn=True)), window=case(cbs=lambda: [GradientAccumulation(24),*clipped()]),
+    frozen=case(partial(small, splitter=parts, opt=Adam), f=thawed), tuned=case(partial(small, splitter=parts, opt=adamw), f=tuned),
+    thawed=case(partial(small, splitter=parts), cbs=lambda: Thaw(), f=lambda o: (o.freeze(), o.fit(2, .05))), cycle=case(f=lambda o: o.fit_one_cycle(2, .05)),
+    few=case(partial(small, n=2)), sam=case(cbs=lambda: SAM()), sharp=case(cbs=lambda: Sharp()), penalty=case(cbs=lambda: Small(), fsdp_plugin=whole_between))
+steps = {'steps': (lambda ctx,size: fitted(small(12//size if ctx else 12), ctx, **(dict(gradient_accumulation_steps=2) if ctx else dict(cbs=lambda: GradientAccumulation(24)))), 1e-5)}
+
+def evaluated(ctx, size):
+    "All that evaluates, with a rank that has no batch, and before the first fit"
+    learn = small(12//size)
+    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
+        one = data(1, 5)
+        res = [learn.predict(one[0][0])[1:], learn.get_preds(dl=learn.dls.test_dl(one)), learn.validate(), learn.get_preds(0, with_input=True, with_loss=True),
+            learn.lr_find(num_it=9, show_plot=False, suggest_funcs=(valley,minimum)), learn.get_preds(dl=learn.dls.test_dl(data(13, 6))), learn.tta(n=1)]
+    return res
+
+def all_cases(ctx, size, cases):
+    res = {}
+    for k,(f,_) in cases.items():
+        try: res[k] = f(ctx, size)
+        except Exception as e:
+            if not ctx: raise
+            res[k] = f'{type(e).__name__}: {e}'
+    return res
+
+def check(size, cases):
+    many = on_ranks(lambda rank: all_cases(True, size, cases), size, timeout=100, join=False)
+    one,wrong = all_cases(False, 1, cases),{}
+    for res in many:
+        for k,(_,tol) in cases.items():
+            if isinstance(res[k], str) or (d := difference(one[k], res[k], rtol=tol, atol=tol)): wrong.setdefault(k, f'{k}: {res[k] if isinstance(res[k], str) else d}')
+    assert not wrong, '\n'.join(wrong.values())
+
+@pytest.mark.slow
+@pytest.mark.parametrize('size', (2,3,4))
+def test_the_law(size): check(size, optimizers|ways|steps|dict(evaluated=(evaluated,1e-5)))
