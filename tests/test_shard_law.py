@@ -7,6 +7,8 @@ from fastai.text.all import AWD_LSTM,RNNCallback
 from fastai.vision.all import *
 from fastdist import *
 from compare import assert_same,difference
+from test_preds import pictures
+from torch.utils.data import DataLoader as TorchLoader
 import learners
 
 whole_between = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
@@ -26,15 +28,13 @@ def small(bs, n=37, bn=False, opt=SGD, **kw):
     dls = DataLoaders.from_dsets(data(n), data(7, 1), bs=bs, shuffle=True, drop_last=False, num_workers=0, device='cpu')
     return Learner(dls, net(bn), loss_func=CrossEntropyLossFlat(), opt_func=opt, metrics=[accuracy,F1Score(average='macro')], **kw)
 
-def told(learn): return [o.detach().float() for o in learn.model.state_dict().values()],[float(o) for o in learn.recorder.losses],learn.recorder.values,learn.get_preds()
-
 def fitted(learn, ctx, cbs=None, f=lambda o: o.fit(2, .05), **kw):
     "What a Learner reports, and its weights afterwards"
     with learn.distrib_ctx(shard=True, **kw) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
         learn.add_cbs(L(cbs and cbs()))
         f(learn)
-        *_,losses,values,preds = told(learn)
-    return told(learn)[0],losses,values,preds
+        losses,values,preds = [float(o) for o in learn.recorder.losses],learn.recorder.values,learn.get_preds()
+    return [o.detach().float() for o in learn.model.state_dict().values()],losses,values,preds
 
 def case(mk=small, cbs=None, f=lambda o: o.fit(2, .05), tol=1e-5, full=None, **kw):
     "A function of rank and size; `full` makes the Learner of one process where it is another"
@@ -88,13 +88,31 @@ ways = dict(norm=case(partial(small, n=36, bn=True)), window=case(cbs=lambda: [G
 steps = {'steps': (lambda ctx,size: fitted(small(12//size if ctx else 12), ctx, **(dict(gradient_accumulation_steps=2) if ctx else dict(cbs=lambda: GradientAccumulation(24)))), 1e-5)}
 
 def evaluated(ctx, size):
-    "All that evaluates, with a rank that has no batch, and before the first fit"
-    learn = small(12//size)
+    "All that evaluates, with ranks that have no batch, and before the first fit"
+    learn,few = small(12//size),lambda n: dict(dl=learn.dls.test_dl(data(n, 5)))
     with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
-        one = data(1, 5)
-        res = [learn.predict(one[0][0])[1:], learn.get_preds(dl=learn.dls.test_dl(one)), learn.validate(), learn.get_preds(0, with_input=True, with_loss=True),
-            learn.lr_find(num_it=9, show_plot=False, suggest_funcs=(valley,minimum)), learn.get_preds(dl=learn.dls.test_dl(data(13, 6))), learn.tta(n=1)]
-    return res
+        return [learn.get_preds(**few(1)), learn.validate(), learn.get_preds(0, with_input=True, with_loss=True), learn.get_preds(**few(13)),
+            list(learn.lr_find(num_it=9, show_plot=False, suggest_funcs=(valley,minimum)))]
+
+def shown(ctx, size):
+    "One picture on all ranks, and some in other ways each"
+    learn = pictures(7, 12//size)
+    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging(): return [learn.predict(3), learn.tta(n=1)]
+
+class Stream(torch.utils.data.IterableDataset):
+    "It has fewer than it says"
+    def __len__(self): return 15
+    def __iter__(self): return iter(data(13))
+
+def streamed(ctx, size):
+    learn = small(12//size)
+    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging(): return [learn.validate(dl=TorchLoader(Stream(), o//size)) for o in (12,24)]
+
+def language(bs):
+    set_seed(3)
+    return learners.language_model()
+
+def half(ctx, size, to=Learner.to_bf16): return fitted(to(small(12//size)), ctx, **(dict(cpu=True) if ctx else {}))
 
 def all_cases(ctx, size, cases):
     res = {}
@@ -115,4 +133,4 @@ def check(size, cases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('size', (2,3,4))
-def test_the_law(size): check(size, optimizers|ways|steps|dict(evaluated=(evaluated,1e-5)))
+def test_the_law(size): check(size, optimizers|ways|steps|dict(evaluated=(evaluated,1e-5), shown=(shown,1e-5), streamed=(streamed,1e-5)))

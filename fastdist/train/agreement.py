@@ -96,7 +96,7 @@ def _to_the_end(self:AgreeingCallback, all_batches):
     ph = self.phases.current
     if ph is None or ph.dl is None: return
     for _ in range(ph.dl.n_steps()-len(ph.sizes)): self._without_batch()
-    while ph.dl.n is None and self._idle(): pass
+    while _is_open(ph.dl) and self._idle(): pass
 
 # %% ../../nbs/82_train.agreement.ipynb #46590a3c
 @patch
@@ -112,12 +112,14 @@ def _without_batch(self:AgreeingCallback):
 @patch
 def _idle(self:AgreeingCallback): return self.layout.gathers and self._is_short(False) and self.layout.idle()
 
+def _is_open(dl): return dl.n is None or not dl.indexed
+
 @patch
 def _is_short(self:AgreeingCallback, mine=True):
-    "Return whether some rank has no samples of this batch; where nobody knows how many there are, ranks vote, and this one has some if `mine` is set"
+    "Return whether some rank has no samples of this batch; where nobody knows beforehand, ranks vote, and this one has some if `mine` is set"
     ph = self.phases.current
     if not self.layout.gathers or ph is None or ph.dl is None: return False
-    if ph.dl.n is None: return self.job.line.agree(1 if mine else 2, 'a batch of a loader whose length is not known')==2
+    if _is_open(ph.dl): return self.job.line.agree(1 if mine else 2, 'a batch of a loader that ends when it ends')==2
     return not mine or ph.dl.total(self.learn.iter)<self.size
 
 @patch

@@ -13,15 +13,16 @@ Replicas need a device that holds the model, its gradients and the optimizer's s
 The tempting way is to wrap the model when a fit begins, as DDP is. But then it has to fit one device until the fit begins, and an evaluation before it would run on another model than one after it.
 
 So the model is in shards from when the Learner enters its context until it leaves it. A forward pass gathers, so all ranks have to make it: those without a batch gather as well, and a rank that is alone in it is told so.
-The two numbers that travel with the gradients do so here too: a parameter of the outermost unit has as many rows of two numbers as there are shards. Each rank sends its numbers as the gradient of
-every row, and receives the mean of one."""
+The two numbers that travel with the gradients do so here too: a parameter of the outermost unit has a row for each shard, with two places for each rank. Each rank sends its numbers in its own places of
+every row, and receives one row. It adds them up by itself: three numbers added in another order are another sum, and ranks decide by these."""
 
 # %% ../../nbs/89a_train.fsdp.ipynb #a861df1e
-import torch
+import torch,traceback
 from contextlib import ExitStack,contextmanager
 from warnings import warn
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecisionPolicy,OffloadPolicy
+from torch.distributed.tensor import DTensor
 from fastcore.all import *
 from fastai.basics import *
 from ..job.errors import *
@@ -38,13 +39,14 @@ from .sharded_opt import *
 
 # %% ../../nbs/89a_train.fsdp.ipynb #3acec578
 class RowCarrier(nn.Module):
-    "A parameter of two numbers for each of `size` shards, with the type and on the device of `like`"
+    "A parameter with a row for each of `size` shards, of two numbers for each of `ranks`, with the type and on the device of `like`"
     def __init__(self,
         size:int, # Number of shards
+        ranks:int, # Number of ranks
         like:torch.Tensor # A parameter of the model
     ):
         super().__init__()
-        self.carry = nn.Parameter(torch.zeros(size, 2, device=like.device, dtype=like.dtype))
+        self.carry = nn.Parameter(torch.zeros(size, 2*ranks, device=like.device, dtype=like.dtype))
 
 def spread(
     ts:list # On the device of the process group's backend
@@ -128,7 +130,7 @@ def _cut(self:Sharded, model):
     check_alike(model_facts(model))
     units,whole,first_ = choose_units(model, self.plan),unsharded_params(model, self.plan),first(p for p in model.parameters() if p.requires_grad and p.ndim)
     check_units(model, units)
-    carrier = RowCarrier(self.mesh.size(-1), torch.empty(0, device=self.job.world.device, dtype=first_.dtype)) if first_ is not None else None
+    carrier = RowCarrier(self.mesh.size(-1), self.size, torch.empty(0, device=self.job.world.device, dtype=first_.dtype)) if first_ is not None else None
     res = Shards(model, units, whole, carrier, **self._how())
     with exchange('the model, which is cut into shards'):
         res.put_on(self.mesh, self._fill)
@@ -242,8 +244,10 @@ def backward(self:Sharded, run, t, g, numbers):
     self.waits = carry is not None and carry.reduce_dtype in (None,torch.float32,torch.float64) and carry.orig_dtype.itemsize>=4
     self.shards.gather_again()
     if not self.waits: return run(t, g)
-    rows = carry._unsharded_param
-    run((t,rows), (g,numbers.to(rows).expand_as(rows)))
+    rows,rank = carry._unsharded_param,self.job.world.rank
+    mine = torch.zeros_like(rows[:1])
+    mine[0,2*rank:2*rank+2] = numbers
+    run((t,rows), (g,mine.expand_as(rows)))
 
 @patch
 def reduce(self:Sharded, numbers, tell=True):
@@ -257,8 +261,8 @@ def reduce(self:Sharded, numbers, tell=True):
 @patch
 def _carried(self:Sharded):
     p = self.shards.root('carry').sharded_param
-    mean,p.grad = local(p.grad)[0],None
-    return mean
+    mine,p.grad = local(p.grad)[0],None
+    return mine.view(-1,2).sum(0)
 
 # %% ../../nbs/89a_train.fsdp.ipynb #bd26464d
 @patch
@@ -268,15 +272,20 @@ def average(self:Sharded, params, numbers, weight=1.):
     return average_grads(rest, numbers, weight) if rest else all_reduce(numbers.clone())/self.size
 
 # %% ../../nbs/89a_train.fsdp.ipynb #8fc52afd
-_notes = {'mixed torch.Tensor and DTensor':'Before and after its forward pass, this rank has a part of each parameter of a model in shards, a DTensor. HINT: to use parameters between forward and backward pass, '
-    'distrib_ctx(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)), with which they are whole there; or shard=False',
-    'not have been used in the graph':'A model in shards gives gradients to its parameters in a backward pass, and torch.autograd.grad with regard to them does not. HINT: backward(), or shard=False'}
+_sharded = ('Before and after its forward pass, this rank has a part of each parameter of a model in shards, a DTensor. HINT: to use parameters between forward and backward pass, '
+    'distrib_ctx(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)), with which they are whole there; or shard=False')
+_unused = ('A model in shards gives gradients to its parameters in a backward pass, and torch.autograd.grad with regard to them does not. HINT: backward(), or shard=False')
 
 @patch
 def explain(self:Sharded, e):
     "Add a note to `e` where it comes from a parameter in shards"
-    for k,note in _notes.items():
-        if k in str(e): getattr(e, 'add_note', noop)(note)
+    note = _unused if 'not have been used in the graph' in str(e) else _sharded if _of_shards(e) else None
+    if note: getattr(e, 'add_note', noop)(note)
+
+def _of_shards(e):
+    "Return whether a tensor in shards was at hand where `e` was raised"
+    frames = [f for f,_ in traceback.walk_tb(e.__traceback__)][-6:]
+    return 'DTensor' in str(e) or any(isinstance(o, DTensor) for f in frames for v in f.f_locals.values() for o in (v if isinstance(v, (tuple,list)) else [v]))
 
 @patch
 def check_step(self:Sharded):

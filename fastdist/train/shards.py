@@ -156,6 +156,7 @@ def _shard(self:Shards, m):
         if p is None: continue # the carrier's
         self.held[p] = o
         p.grad,p.data = None,p.data.new_empty(0)
+    if m is self.model and hasattr(m, 'reset'): type(m).reset = _reset # of the class that FSDP has made
 
 @contextmanager
 def _with_carrier(m, carrier):
@@ -164,6 +165,15 @@ def _with_carrier(m, carrier):
     m._modules['fastdist_carrier'] = carrier
     try: yield
     finally: del m._modules['fastdist_carrier']
+
+# %% ../../nbs/89_train.shards.ipynb #b7e6dc94
+def _reset(self, *args, **kwargs):
+    "Call the user's `reset` outside of a forward pass: an RNN makes its state of a parameter's type, which is plain then"
+    cut = [o for m in self.modules() if isinstance(m, FSDPModule) for o in _records(m) if isinstance(o._module_info.module._parameters.get(o._module_info.param_name), DTensor)]
+    for o in cut: o._setattr_on_modules(nn.Parameter(local(o.sharded_param.detach()), requires_grad=False))
+    try: return super(type(self), self).reset(*args, **kwargs)
+    finally:
+        for o in cut: o._setattr_on_modules(o.sharded_param)
 
 # %% ../../nbs/89_train.shards.ipynb #9c05c9a8
 @patch
