@@ -31,10 +31,16 @@ def difference(a, b, **tol):
     try: assert_same(a, b, **tol)
     except AssertionError as e: return '; '.join(str(e).split('\n')[:4])
 
-def call(f, learn): return f(learn)
+def whole(res):
+    "What is in shards is put together, which all ranks do alike"
+    if isinstance(res, dict): return {k:whole(v) for k,v in res.items()}
+    if type(res) in (list,tuple,L): return type(res)(whole(o) for o in res)
+    return res.full_tensor() if hasattr(res, 'full_tensor') else res
+
+def call(f, learn): return whole(f(learn))
 def attempt(f, learn):
     "What stops one case on a rank is not to hide the others"
-    try: return f(learn)
+    try: return whole(f(learn))
     except Exception as e:
         traceback.print_exc()
         return Failure(f'{type(e).__name__}: {e}')

@@ -190,6 +190,7 @@ def test_events_are_those_of_one_process(cls):
     test_eq((one[1]>0, 'after_cancel_step' in one[0]), (cls is not Learner, True))
     test_eq(on_ranks(lambda rank: told(rank, 2, cls), join=False), [one]*2)
 
+@pytest.mark.replicas
 def test_callbacks_and_hooks_see_the_bare_model():
     (a,x),(b,y) = on_ranks(hooked, join=False)
     test_eq(a|b, {(nn.Sequential,False)})
@@ -242,6 +243,7 @@ class Half(nn.Module):
         self.used,self.unused = nn.Linear(64,10),nn.Linear(64,10)
     def forward(self, x): return self.used(x)
 
+@pytest.mark.replicas
 def test_handlers_take_effect():
     a,b = on_ranks(optioned, join=False)
     test_eq(a, b)

@@ -73,6 +73,7 @@ def per_step(**kw):
     (a,x),(b,y) = [on_ranks(lambda rank: counted(rank, n, **kw), join=False)[0] for n in (64,128)]
     return (y-x)/(b-a)
 
+@pytest.mark.replicas
 def test_a_step_of_four_batches_exchanges_as_much_as_one():
     test_eq([per_step(), per_step(gradient_accumulation_steps=4), per_step(cbs=[GradientAccumulation(32)])], [1,1,1])
 

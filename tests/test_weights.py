@@ -168,16 +168,18 @@ class Hardest(Callback):
 
 def sums(): return CrossEntropyLossFlat(reduction='sum')
 
+@pytest.mark.replicas
 @sizes
 @pytest.mark.parametrize('cb', (Decay,Assigned))
 @pytest.mark.parametrize('loss', (sums,CrossEntropyLossFlat,partial(CrossEntropyLossFlat, weight=weight)))
 def test_a_penalty_counts_once(loss, cb, size): compare(lambda bs: learner(bs, loss), cb, size, lr=.005, n=1 if cb is Assigned else 3)
 
+@pytest.mark.replicas
 @pytest.mark.parametrize('n_acc', (None,30))
 def test_a_penalty_of_a_window(n_acc):
     compare(lambda bs: learner(bs, sums), lambda: [Decay(), *([GradientAccumulation(n_acc)] if n_acc else [])], 3, lr=.002)
 
-@pytest.mark.parametrize('cb', (Decay,Activity))
+@pytest.mark.parametrize('cb', (pytest.param(Decay, marks=pytest.mark.replicas),Activity))
 def test_a_term_of_a_mean(cb): compare(lambda bs: learner(bs, FocalLossFlat), cb, 3)
 
 class Outputs(Callback):

@@ -94,17 +94,33 @@ def _to_the_end(self:AgreeingCallback, all_batches):
     "Evaluate, and take part in what ranks with more batches exchange, before any callback begins something else"
     all_batches()
     ph = self.phases.current
-    for _ in range(ph.dl.n_steps()-len(ph.sizes) if ph and ph.dl is not None else 0): self._without_batch()
+    if ph is None or ph.dl is None: return
+    for _ in range(ph.dl.n_steps()-len(ph.sizes)): self._without_batch()
+    while _is_open(ph.dl) and self._idle(): pass
 
 # %% ../../nbs/82_train.agreement.ipynb #46590a3c
 @patch
 def _without_batch(self:AgreeingCallback):
     "Take part in a batch of the others"
-    self.layout.idle()
     try:
-        for o in ('before_batch','after_pred','after_loss'): self._without(o)
+        self._without('before_batch')
+        self._idle()
+        for o in ('after_pred','after_loss'): self._without(o)
     except CancelBatchException: self._without('after_cancel_batch')
     self._without('after_batch')
+
+@patch
+def _idle(self:AgreeingCallback): return self.layout.gathers and self._is_short(False) and self.layout.idle()
+
+def _is_open(dl): return dl.n is None or not dl.indexed
+
+@patch
+def _is_short(self:AgreeingCallback, mine=True):
+    "Return whether some rank has no samples of this batch; where nobody knows beforehand, ranks vote, and this one has some if `mine` is set"
+    ph = self.phases.current
+    if not self.layout.gathers or ph is None or ph.dl is None: return False
+    if _is_open(ph.dl): return self.job.line.agree(1 if mine else 2, 'a batch of a loader that ends when it ends')==2
+    return not mine or ph.dl.total(self.learn.iter)<self.size
 
 @patch
 def _without(self:AgreeingCallback, event_name):

@@ -41,6 +41,7 @@ class Layout:
     in_parts = False # Whether each rank has its rows of the model, in `apart` and `rejoined`
     reads_to = None # Device to which files are read; that of the loaders by default
     swaps,part,bare,sync_bn = (),1.,False,False # Batch norms that count the samples of all ranks; what they were told; whether the wrapper is left out; the user's wish
+    gathers = False # Whether a forward pass takes all ranks
     def __init__(self,
         prepare:callable=noop # Called with a model; returns the wrapper for its forward pass in training
     ):
@@ -140,11 +141,11 @@ def drop(self:Layout): "Forget the last forward pass; its gradients are averaged
 
 # %% ../../nbs/73_train.layout.ipynb #dc915a4f
 @patch
-def evaluation(self:Layout):
-    "Return a context manager for one batch that is evaluated"
+def evaluation(self:Layout, short=False):
+    "Return a context manager for one batch that is evaluated; `short`: whether some ranks have no samples of it, and call `idle` meanwhile"
     return nullcontext()
 @patch
-def idle(self:Layout): "Take part in a batch that another rank evaluates"
+def idle(self:Layout): "Take part in the forward pass of a batch that other ranks evaluate; return whether there was one"
 @patch
 def rest(self:Layout): "Free what forward passes have gathered; called between the phases of an epoch"
 

@@ -300,7 +300,7 @@ def _on_batch(self:DistributedTrainer, do_one_batch):
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
     if self.learn.training and self._through is not None: self.weigh.batch(run)
     else:
-        with self.layout.evaluation(): run()
+        with self.layout.evaluation(not self.learn.training and self._is_short()): run()
 
 @patch
 def _goes_through(self:DistributedTrainer): return self.learn.training and not self.layout.bare

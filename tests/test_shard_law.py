@@ -1,0 +1,144 @@
+"In shards, N ranks with batch size `bs` compute what one process computes with `N*bs`; each number of ranks is forked once, for all cases"
+import pytest,traceback
+from contextlib import nullcontext
+from torch.utils.data import DataLoader as TorchLoader
+from accelerate.utils import FullyShardedDataParallelPlugin
+from fastcore.test import test_eq
+from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_lm_config,language_model_learner
+from fastai.vision.all import *
+from fastdist import *
+from compare import assert_same,difference
+from test_preds import pictures
+import learners
+
+whole_between = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
+
+def data(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return list(zip(torch.randn(n, 8, generator=g), torch.randint(0, 3, (n,), generator=g)))
+
+def net(bn=False):
+    "Three units, none of which has a number of rows that two, three and four divide"
+    return nn.Sequential(nn.Linear(8,7), *[nn.BatchNorm1d(7)]*bn, nn.Tanh(), nn.Linear(7,5), nn.Tanh(), nn.Linear(5,3))
+
+def parts(m): return L(m[:2],m[2:4],m[4:]).map(params)
+
+def small(bs, n=37, bn=False, opt=SGD, **kw):
+    set_seed(3)
+    dls = DataLoaders.from_dsets(data(n), data(7, 1), bs=bs, shuffle=True, drop_last=False, num_workers=0, device='cpu')
+    return Learner(dls, net(bn), loss_func=CrossEntropyLossFlat(), opt_func=opt, metrics=[accuracy,F1Score(average='macro')], **kw)
+
+def fitted(learn, ctx, cbs, f, n, **kw):
+    "The first `n` of a Learner's weights afterwards, and what it reports"
+    with learn.distrib_ctx(shard=True, **kw) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
+        learn.add_cbs(L(cbs and cbs()))
+        f(learn)
+        losses,values,preds = [float(o) for o in learn.recorder.losses],learn.recorder.values,learn.get_preds() if n==4 else None
+    return ([o.detach().float() for o in learn.model.state_dict().values()],losses,values,preds)[:n]
+
+def case(mk=small, cbs=None, f=lambda o: o.fit(2, .05), tol=1e-5, n=4, full=None, **kw):
+    "A function of context and size, and its tolerance; `full` makes the Learner of one process where it is another, of whose results the first `n` are compared"
+    def run(ctx, size): return fitted((mk if ctx else full or mk)(12//size), ctx, cbs, f, n, **(kw if ctx else {}))
+    return run,tol
+
+adamw,torch_sgd = [partial(OptimWrapper, opt=o) for o in (torch.optim.AdamW,partial(torch.optim.SGD, momentum=.9))]
+def of(opt, **kw): return case(partial(small, opt=opt), **kw)
+
+def thawed(learn):
+    learn.freeze()
+    learn.fit(1, slice(.001,.05))
+    learn.unfreeze()
+    learn.fit(1, slice(.001,.05))
+
+class Thaw(Callback):
+    "In the midst of an epoch"
+    def before_batch(self):
+        if self.training and self.iter==1: self.learn.unfreeze()
+        if self.training and self.iter==2: self.learn.freeze()
+
+class SAM(Callback):
+    "A second pass where the first one points to"
+    def after_backward(self):
+        ps = [p for p in self.opt.all_params().itemgot(0) if p.grad is not None]
+        with torch.no_grad(): [p.add_(p.grad, alpha=.05) for p in ps]
+        self.opt.zero_grad()
+        self.loss_func(self.model(*self.xb), *self.yb).backward()
+
+class Sharp(Callback):
+    "A penalty on the gradient with respect to what goes in"
+    def before_batch(self): self.learn.xb = self.xb[0].requires_grad_(),
+    def after_loss(self):
+        if not self.training: return
+        g, = torch.autograd.grad(self.pred.sum(), self.xb[0], create_graph=True)
+        self.learn.loss_grad = self.loss_grad+.1*g.square().sum(1).mean()
+
+class Small(Callback):
+    "A penalty on weights"
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad+.1*sum(p.square().sum() for p in self.model.parameters())
+
+def clipped(): return [GradientClip(.1)]
+def tuned(learn): learn.fine_tune(1, .02)
+
+optimizers = dict(sgd=of(SGD), momentum=of(partial(SGD, mom=.9, wd=.1)), rms=of(RMSProp), adam=of(Adam, cbs=clipped), radam=of(RAdam), qhadam=of(QHAdam),
+    larc=of(Larc), lamb=of(Lamb), ranger=of(ranger), torch_sgd=of(torch_sgd), adamw=of(adamw, cbs=clipped))
+ways = dict(norm=case(partial(small, n=36, bn=True)), window=case(cbs=lambda: [GradientAccumulation(24),*clipped()]),
+    frozen=case(partial(small, splitter=parts, opt=Adam), f=thawed), tuned=case(partial(small, splitter=parts, opt=adamw), f=tuned),
+    thawed=case(partial(small, splitter=parts), cbs=lambda: Thaw(), f=lambda o: (o.freeze(), o.fit(2, .05))), cycle=case(f=lambda o: o.fit_one_cycle(2, .05)),
+    few=case(partial(small, n=2)), sam=case(cbs=lambda: SAM()), sharp=case(cbs=lambda: Sharp()), penalty=case(cbs=lambda: Small(), fsdp_plugin=whole_between))
+def language(bs):
+    set_seed(3)
+    dls = TextDataLoaders.from_df(learners.texts()[:40], is_lm=True, bs=bs, seq_len=8, **learners.tok)
+    config = awd_lstm_lm_config | dict(emb_sz=10, n_hid=14)
+    return language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-12, pretrained=False, metrics=accuracy)
+
+def once(learn): learn.fit(1, .05)
+half = dict(full=small, n=1, tol=2e-2, cpu=True)
+ways |= dict(steps=case(full=lambda bs: small(2*bs), n=1, gradient_accumulation_steps=2), language=case(language, f=once, n=3),
+    bf16=case(lambda bs: small(bs).to_bf16(), **half), fp16=case(lambda bs: small(bs).to_fp16(init_scale=256.), cbs=clipped, **half))
+
+def evaluated(ctx, size):
+    "All that evaluates, with ranks that have no batch, and before the first fit"
+    learn,few = small(12//size),lambda n: dict(dl=learn.dls.test_dl(data(n, 5)))
+    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
+        return [learn.get_preds(**few(1)), learn.validate(), learn.get_preds(0, with_input=True, with_loss=True), learn.get_preds(**few(13)),
+            list(learn.lr_find(num_it=9, show_plot=False, suggest_funcs=(valley,minimum)))]
+
+def shown(ctx, size):
+    "One picture on all ranks, and some in other ways each"
+    learn = pictures(7, 12//size)
+    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging(): return [learn.predict(3), learn.tta(n=1)]
+
+class Stream(torch.utils.data.IterableDataset):
+    "It has fewer than it says"
+    def __len__(self): return 15
+    def __iter__(self): return iter(data(13))
+
+def streamed(ctx, size):
+    learn = small(12//size)
+    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging(): return [learn.validate(dl=TorchLoader(Stream(), o//size)) for o in (12,24)]
+
+def all_cases(ctx, size, cases):
+    res = {}
+    for k,(f,_) in cases.items():
+        try: res[k] = f(ctx, size)
+        except Exception as e:
+            if not ctx: raise
+            traceback.print_exc()
+            res[k] = f'{type(e).__name__}: {e}'
+    return res
+
+def check(size, cases):
+    many = on_ranks(lambda rank: all_cases(True, size, cases), size, timeout=100, join=False)
+    one,wrong = all_cases(False, 1, cases),{}
+    for res in many:
+        for k,(_,tol) in cases.items():
+            if isinstance(res[k], str) or (d := difference(one[k], res[k], rtol=tol, atol=tol)): wrong.setdefault(k, f'{k}: {res[k] if isinstance(res[k], str) else d}')
+    assert not wrong, '\n'.join(wrong.values())
+
+@pytest.mark.slow
+@pytest.mark.parametrize('size', (2,3,4))
+def test_the_law(size): check(size, ways|dict(evaluated=(evaluated,1e-5), shown=(shown,1e-5), streamed=(streamed,1e-5)))
+
+@pytest.mark.parametrize('size,some', [(2,1),(3,0),(4,2)])
+def test_optimizers(size, some): check(size, {k:o for i,(k,o) in enumerate(optimizers.items()) if not some or i%3==some})
