@@ -80,7 +80,8 @@ class InEpochs(Callback):
     def before_fit(self): self.learn.recorder.train_metrics = True
 
 window = dict(cbs=[partial(GradientAccumulation, 18),InEpochs])
-kinds = dict(ranger=dict(opt=ranger), larc=dict(opt=Larc), wrapped=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), tied=dict(mk=tied), window=window, of_replicas=window|dict(shard=False))
+kinds = dict(ranger=dict(opt=ranger), larc=dict(opt=Larc), wrapped=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)),
+    tied=dict(mk=tied), window=window, of_replicas=window|dict(shard=False))
 
 def local(t): return getattr(t, '_local_tensor', t)
 
