@@ -23,8 +23,8 @@ def whole(size, drop=True, **how):
 
 # As many ranks in shards: to the bit, with dropout
 
-ends = [Blow('kill the last', 'middle', 0, 1, 2, 4), Blow('kill the first', 'middle', 1, 1, 1, 1), Blow('kill all', 'validation', 1, 0, 3, 0),
-    Blow('SIGTERM to one', 'last step', 1, 2, 3, 13), Blow('kill all', 'between fits', 0, 1, 0, 0), *(Blow('power cut', 'while writing', 1, 0, 1, n) for n in (0,7,3,5))]
+ends = [Blow('kill the last', 'middle', 0, 1, 2, 4), Blow('SIGTERM to one', 'last step', 1, 2, 3, 13), Blow('kill all', 'between fits', 0, 1, 0, 0),
+    Blow('power cut', 'while writing', 1, 0, 1, 7), Blow('kill the last', 'while writing', 1, 0, 1, 0)]
 
 @pytest.mark.parametrize('i', range(len(ends)), ids=lambda i: str(ends[i]))
 def test_it_ends_as_the_undisturbed_run(tmp_path, i):
@@ -37,7 +37,7 @@ def test_it_ends_as_the_undisturbed_run(tmp_path, i):
 
 def near(a, b, *parts): return differences({k:a[k] for k in parts}, {k:b[k] for k in parts}, False)
 
-@pytest.mark.parametrize('first,second', (((2,True),(3,True)), ((3,True),(2,False)), ((2,True),(1,False)), ((2,False),(3,True)), ((1,False),(2,True))))
+@pytest.mark.parametrize('first,second', (((2,True),(3,True)), ((3,True),(1,False)), ((2,False),(3,True))))
 def test_it_goes_on_in_another_layout(tmp_path, first, second):
     (n,shard),(m,then) = first,second
     assert runs(tmp_path, n, False, shard=shard, blow=Blow('kill all', 'middle', 1, 1, 1, 4), **kw) is None
@@ -69,7 +69,29 @@ def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
     fit_run._last.clear()
     set_seed(3)
     dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=6//size, num_workers=0, device='cpu')
-    learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt, lr=.05, cbs=[Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]])
+    cbs = [Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]]
+    learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt, lr=.05, cbs=cbs)
+    with suppress(InterruptedError), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**dict(shard=True)|how): learn.fit(2)
+    for o in fit_run._writers.values(): o.wait()
+    return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(snapshot(learn, 'opt')['opt'], local)
+
+class InEpochs(Callback):
+    "Has states made between epochs only, where a window of batches may be open"
+    def before_fit(self): self.learn.recorder.train_metrics = True
+
+window = dict(cbs=[partial(GradientAccumulation, 18),InEpochs])
+kinds = dict(ranger=dict(opt=ranger), larc=dict(opt=Larc), wrapped=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)),
+    tied=dict(mk=tied), window=window, of_replicas=window|dict(shard=False))
+
+def local(t): return getattr(t, '_local_tensor', t)
+
+def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
+    "Fit two epochs of five batches on this rank in shards, unless it ends before step `n`; return weights, losses and the optimizer's state"
+    fit_run._last.clear()
+    set_seed(3)
+    dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=6//size, num_workers=0, device='cpu')
+    cbs = [Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]]
+    learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt, lr=.05, cbs=cbs)
     with suppress(InterruptedError), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**dict(shard=True)|how): learn.fit(2)
     for o in fit_run._writers.values(): o.wait()
     return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(snapshot(learn, 'opt')['opt'], local)
@@ -82,23 +104,29 @@ kinds = dict(ranger=dict(opt=ranger), larc=dict(opt=Larc), wrapped=dict(opt=part
     window=dict(cbs=[partial(GradientAccumulation, 18)]), clipped=dict(cbs=[partial(GradientClip, .1)]), batches=dict(gradient_accumulation_steps=2),
     open_window=dict(cbs=[partial(GradientAccumulation, 18),InEpochs]), of_replicas=dict(cbs=[partial(GradientAccumulation, 18),InEpochs], shard=False))
 
-@pytest.mark.parametrize('kind', kinds)
-def test_all_kinds(tmp_path, kind):
-    def run(rank):
-        whole,_,last = [fitted(tmp_path/k, n, **kinds[kind]) for k,n in (('whole',0),('cut',8),('cut',0))]
+def test_all_kinds(tmp_path):
+    "To the bit, with dropout, several optimizers, tied weights, and a window of accumulation that is open where the training goes on"
+    def run(rank, kind):
+        whole,_,last = [fitted(tmp_path/f'{kind} {k}', n, **kinds[kind]) for k,n in (('whole',0),('cut',8),('cut',0))]
         return differences(dict(enumerate(whole)), dict(enumerate(last)), True)
-    test_eq(on_ranks(run, join=False), [[],[]])
+    test_eq(on_ranks(lambda rank: {k:run(rank, k) for k in kinds}, join=False, timeout=100), [{k:[] for k in kinds}]*2)
 
 def test_an_open_window_goes_on_elsewhere(tmp_path):
     "Gradients that ranks have each for itself become their mean"
-    window = kinds['open_window']|dict(mk=sure)
-    begin = lambda rank, n: fitted(tmp_path/('whole','cut')[n>0], n, **window)[:2]
-    whole = on_ranks(lambda rank: [begin(rank, n) for n in (0,8)][0], join=False)[0]
+    how = window|dict(mk=sure)
+    whole = on_ranks(lambda rank: [fitted(tmp_path/k, n, **how)[:2] for k,n in (('whole',0),('cut',8))], join=False)[0][0]
     for size,shard in ((3,True),(2,False),(1,False)):
         shutil.copytree(tmp_path/'cut', here := tmp_path/f'{size}{shard}')
-        for o in on_ranks(lambda rank: fitted(here, 0, size=size, shard=shard, **window)[:2], size, join=False): test_eq(differences(dict(enumerate(whole)), dict(enumerate(o)), False), [])
+        for o in on_ranks(lambda rank: fitted(here, 0, size=size, shard=shard, **how)[:2], size, join=False):
+            test_eq(differences(dict(enumerate(whole)), dict(enumerate(o)), False), [])
 
 # What it costs, and what the disk does
+
+class Waits(Callback):
+    "Waits for each state, so that none is put off"
+    order = 2*Checkpoint.order
+    def after_batch(self):
+        for o in fit_run._writers.values(): o.wait()
 
 def costs(rank, path, n, **kw):
     "Collectives and messages that a `Checkpoint` adds to a fit of `n` batches"
@@ -108,19 +136,20 @@ def costs(rank, path, n, **kw):
         learn._do_epoch_validate = noop
         with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging(), messages() as sent, counting() as ran: learn.fit(1, cbs=cbs)
         return ran+sent
-    res = one(Checkpoint(path, **kw))
+    res = one(Checkpoint(path, **kw), Waits())
     res.subtract(one())
     return +res
 
 def test_quiet_steps_exchange_nothing_and_a_state_little(tmp_path):
-    few,many,states = [on_ranks(lambda rank: costs(rank, tmp_path/f'{n}{every}', n, every=every), join=False)[0] for n,every in ((4,50),(40,50),(40,13))]
+    few,many,states = [on_ranks(lambda rank: costs(rank, tmp_path/f'{n}{every}', n, every=every), join=False)[0] for n,every in ((4,50),(16,50),(16,5))]
     test_eq(few, many)
     test_eq(sum((states-many).values()), 3*4)
 
 def test_ranks_hold_and_write_their_rows(tmp_path):
     "Nothing is gathered for a snapshot or a state, and no file has more than its rank's rows"
     def run(rank):
-        learn = Learner(DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=5, num_workers=0, device='cpu'), nn.Linear(8,3), loss_func=CrossEntropyLossFlat(), cbs=Checkpoint(tmp_path))
+        dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=5, num_workers=0, device='cpu')
+        learn = Learner(dls, nn.Linear(8,3), loss_func=CrossEntropyLossFlat(), cbs=Checkpoint(tmp_path))
         with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging():
             learn.fit(1)
             with counting() as ran: snap = snapshot(learn)

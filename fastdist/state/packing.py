@@ -70,9 +70,8 @@ def _to_default(o): return defaultdict(_factories[o[0]], o[1])
 
 _table = dict(tuple=(tuple,list,tuple), L=(L,list,L), set=(set,list,set), frozenset=(frozenset,list,frozenset), path=(PosixPath,str,Path),
     bytes=(bytes,_of_bytes,_to_bytes), bytearray=(bytearray,_of_bytes,lambda t: bytearray(_to_bytes(t))),
-    stored=(Stored,str,Stored),
     array=(np.ndarray,_of_array,_to_array), scalar=(np.generic,_of_array,lambda b: _to_array(b)[()]), fastai=(TensorBase,_of_fastai,_to_fastai),
-    param=(nn.Parameter,lambda p: [_bare(p),p.requires_grad],lambda o: nn.Parameter(*o)),
+    stored=(Stored,str,Stored), param=(nn.Parameter,lambda p: [_bare(p),p.requires_grad],lambda o: nn.Parameter(*o)),
     ordered=(OrderedDict,lambda o: [dict(o),vars(o)],_to_ordered), counter=(Counter,dict,Counter), default=(defaultdict,_of_default,_to_default),
     dict=(dict,lambda d: [list(d),list(d.values())],lambda o: dict(zip(*o))),
     int=(int,hex,lambda s: int(s, 16)), floats=(None,None,Tensor.tolist), ints=(None,None,Tensor.tolist), scalars=(None,None,list),

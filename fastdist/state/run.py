@@ -144,16 +144,17 @@ def _read(self:FitRun, facts):
     return dict(done=done, path=str(state.path), about=state.about, **(dict(record=state.record) if self.in_parts else {k:state.read(k) for k in ('learner','ranks')}))
 
 @patch
+def _nearest(self:FitRun, newest):
+    warn(f'The state at the end of fit {self.number} in {self.cb.path} was not kept, so the Learner has that in {newest.path} between this fit and the next. HINT: a larger keep')
+    return newest
+
+# %% ../../nbs/61_state.run.ipynb #a1fe00d6
+@patch
 def _parts(self:FitRun, state):
     "Return what this rank in shards reads itself"
     try: return {k:state.read(k, whole=False) for k in ('learner','ranks')}|dict(chunks=state.chunks)
     except FileNotFoundError:
         raise ResumeError(state.path, f'files that rank {self.rank} does not see', 'in shards each rank reads its part, so ranks on several nodes need a folder that all of them see') from None
-
-@patch
-def _nearest(self:FitRun, newest):
-    warn(f'The state at the end of fit {self.number} in {self.cb.path} was not kept, so the Learner has that in {newest.path} between this fit and the next. HINT: a larger keep')
-    return newest
 
 # %% ../../nbs/61_state.run.ipynb #2785211c
 @patch

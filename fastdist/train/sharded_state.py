@@ -30,6 +30,7 @@ def _first_row(p): return min(p.device_mesh.get_local_rank(p.device_mesh.ndim-1)
 def _writes(p): return not any(p.device_mesh.get_coordinate()[:-1]) # of replicas of the shards, the first
 def _chunk(v, p): return Chunk(local(v).detach().to('cpu', copy=True), _first_row(p), p.shape)
 
+# %% ../../nbs/89_train.sharded_state.ipynb #e5b39501
 def _alone(rank, name): return f'grad of rank {rank}.{name}'
 def _unsynced(names, grads): return {_alone(dist.get_rank(), names[id(p)]):Chunk(g.detach().to('cpu', copy=True), 0, g.shape) for p,g in grads.items()}
 
