@@ -102,7 +102,7 @@ def _reads(f):
 # %% ../nbs/91_saving.ipynb #e4d8fbfb
 def _load_in_order(model, wgts):
     "Load `wgts` into `model` in the order in which they come, as fastai's `load_ignore_keys`; through `load_state_dict`, which knows shards"
-    state = model.state_dict()
+    with held_state(): state = model.state_dict()
     return model.load_state_dict(state | dict(zip(state, wgts.values())))
 
 def _barrier_outside_jobs():

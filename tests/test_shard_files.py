@@ -9,6 +9,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.text.learner import load_ignore_keys
 from fastdist import *
+from fastdist.comm.rank0 import rank0_alone
 from fastcore.test import test_eq
 from learners import digits,tabular,language_model
 
@@ -353,3 +354,29 @@ def test_distributed_from_a_head(monkeypatch):
     res = Accelerator(nprocs=2, compute_setup='cpu').distribute(f, start='fork', all_ranks=True)()
     assert res[0][:2]==res[1][:2] and flat(res[0][2].state_dict())==res[0][0]
     saved(learn)
+
+@pytest.mark.parametrize('whole', [True,False])
+def test_the_type_of_a_state_dict(whole):
+    "FULL_STATE_DICT: whole tensors on rank 0, nothing on others; SHARDED_STATE_DICT: rows. What saves and restores by itself, and a load, do not mind"
+    def f(rank):
+        set_seed(4)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type='FULL_STATE_DICT' if whole else 'SHARDED_STATE_DICT')
+        learn = net_learner()
+        with learn.distrib_ctx(fsdp_plugin=plugin),learn.no_bar(),learn.no_logging():
+            learn.lr_find(num_it=3, show_plot=False)
+            learn.fit(1, 0.01, cbs=SaveModelCallback())
+            state,part = learn.model.state_dict(),learn.model[3].state_dict()
+            learn.load('model')
+            rank0_alone(torch.save, state, 'theirs.pth')
+            learn.model.load_state_dict(torch.load('theirs.pth') if whole else state)
+            test_eq(list(learn.model.state_dict()), list(state))
+            learn.validate()
+        return learn.model.state_dict(),state,part
+    def check(now, state, part):
+        assert flat(state)==flat(now) and state['3.0.weight'].data_ptr()==state['3.1.weight'].data_ptr() and flat(part)=={k.replace('3.', ''):v for k,v in flat(now).items() if k.startswith('.3')}
+    def g(rank):
+        now,state,part = f(rank)
+        if not whole: assert isinstance(state['0.weight'], DTensor) and state['0.weight'].to_local().shape[0]==(12 if rank<2 else 11)
+        elif rank: test_eq((state,part), ({},{}))
+        else: check(now, state, part)
+    on_ranks(g, 3, join=False)

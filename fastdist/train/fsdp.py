@@ -140,6 +140,7 @@ def _cut(self:Sharded, model):
         fill([*whole,*model.buffers()])
     res.read_whole(empty)
     res.reset_whole()
+    if self.plan.full_state: res.give_whole()
     res.watch(partial(self._before, res), self._after)
     return res
 
@@ -375,6 +376,7 @@ def _renew(self:Sharded, learn):
             s.renew(self.mesh)
             s.read_whole(left)
             s.reset_whole()
+            if self.plan.full_state: s.give_whole()
             s.watch(partial(self._before, s), self._after)
     now = self._now()
     at = lambda p: now.get(id(p), p)
