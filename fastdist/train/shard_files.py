@@ -82,6 +82,9 @@ def _take_rows(unit, m, state, prefix, meta, *_):
         v = state.get(prefix+n)
         if _is_whole(v, p): state[prefix+n] = _mine(v, p, dtype=p.dtype)
 
+
+
+# %% ../../nbs/89_train.shard_files.ipynb #2382931c
 @patch
 def read_whole(self:Shards,
     names:list=() # Of tensors that have no values yet
