@@ -29,7 +29,7 @@ from .train.layout import *
 from .train.trainer import *
 from .learner import *
 
-# %% ../nbs/91_saving.ipynb #d27ff9b7
+# %% ../nbs/91_saving.ipynb #abd5dade
 def _check_whole(learn):
     "Raise `RuntimeError` if this process alone cannot read or write the model of `learn`, or if it is in shards that a context has left"
     if 'kept_in_shards' in vars(learn): raise RuntimeError('You left a context with keep_sharded=True, so each rank holds a part of the model, and this is outside of the context. '
@@ -37,6 +37,7 @@ def _check_whole(learn):
     for cb in learn._grab_cbs(DistributedTrainer):
         if cb.layout and cb.size==1: cb.layout.check_alone()
 
+# %% ../nbs/91_saving.ipynb #d27ff9b7
 def _layout(learn):
     "Return how the parameters of `learn` lie on the ranks that it trains on at the moment; `None` in one process"
     return first(cb.layout for cb in learn._grab_cbs(DistributedTrainer) if cb.size>1)
@@ -102,7 +103,7 @@ def _reads(f):
 # %% ../nbs/91_saving.ipynb #e4d8fbfb
 def _load_in_order(model, wgts):
     "Load `wgts` into `model` in the order in which they come, as fastai's `load_ignore_keys`; through `load_state_dict`, which knows shards"
-    state = model.state_dict()
+    with held_state(): state = model.state_dict()
     return model.load_state_dict(state | dict(zip(state, wgts.values())))
 
 def _barrier_outside_jobs():

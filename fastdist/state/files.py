@@ -18,6 +18,7 @@ from shutil import copymode
 from uuid import uuid4
 from fastcore.all import *
 from fastai.basics import *
+from .values import *
 
 # %% ../../nbs/54_state.files.ipynb #d7fe61a7
 def _fill(file, put):
@@ -58,7 +59,7 @@ def _bare(names): return {k.removeprefix('module').removeprefix('.'):v for k,v i
 
 def _unwrap_names(model, state, *_):
     "Remove the wrapper's prefix from the names of `state`, if more of them then are names of `model`"
-    own = model.state_dict().keys()
+    with held_state(): own = model.state_dict().keys()
     if not all(k.startswith('module.') for k in state) or len(own & _bare(state).keys())<=len(own & state.keys()): return
     for d in (state,getattr(state, '_metadata', {})):
         bare = _bare(d)

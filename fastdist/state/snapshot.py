@@ -119,7 +119,7 @@ def snapshot(
 )->dict: # Part -> name -> value
     "Return the state of `o`"
     takes = _parts(*model_and_opt(o)) | (_learner_parts(o) if isinstance(o, Learner) else {})
-    res = {k:f() for k,f in takes.items() if not parts or k in parts}
+    with held_state(): res = {k:f() for k,f in takes.items() if not parts or k in parts}
     return copied(res) if copy else res
 
 # %% ../../nbs/52_state.snapshot.ipynb #e105ccca

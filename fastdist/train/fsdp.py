@@ -200,6 +200,7 @@ def _how(self:Sharded):
 @patch
 def _attend(self:Sharded, shards):
     "See forward passes of the model, and calls of its `reset`"
+    if self.plan.full_state: shards.give_whole()
     shards.watch(partial(self._before, shards), partial(self._after, shards))
     if hasattr(shards.model, 'reset'): shards.model.reset = partial(self._reset, shards, shards.model.reset)
 
@@ -387,7 +388,8 @@ def _wholes(self:Sharded, learn, dst=None, to=noop):
     mine,kept = opt_shards(learn.opt, names),{k:v for s in self.cut.values() for k,v in s.kept.items()}
     common = set.intersection(*map(set, gather_objs([*mine, *kept]))) # an error may have ended the first step in its midst
     gather = lambda v,n: to(put_together(local(v.detach()), n, self.mesh.size(-1), dst))
-    return ({p:gather(r.sharded_param, len(r.sharded_param)) for s in self.cut.values() for p,r in s.held.items()} | {k:gather(v, len(v)) for k,v in kept.items() if k in common},
+    params = {p:gather(q, len(q)) for s in self.cut.values() for p,q in s.params.items()}
+    return (params | {k:gather(v, len(v)) for k,v in kept.items() if k in common},
         {id(v):gather(v, len(p)) for k,(v,p) in mine.items() if k in common})
 
 @patch

@@ -189,6 +189,16 @@ def whole(self:Layout,
     "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
     return nullcontext()
 
+
+
+@patch
+def compare(self:Layout,
+    learn:Learner, # Its model, loss and optimizer are compared
+    when:str # In words, for the message
+):
+    "Raise `DesyncError` on all ranks unless they hold what they should"
+
+# %% ../../nbs/73_train.layout.ipynb #e074bb48
 @patch
 def reading(self:Layout,
     learn:Learner, # In the layout
@@ -199,13 +209,6 @@ def reading(self:Layout,
 
 @patch
 def check_alone(self:Layout): "Raise `RuntimeError` unless one rank can read and write the model without the others"
-
-@patch
-def compare(self:Layout,
-    learn:Learner, # Its model, loss and optimizer are compared
-    when:str # In words, for the message
-):
-    "Raise `DesyncError` on all ranks unless they hold what they should"
 
 # %% ../../nbs/73_train.layout.ipynb #2fd2a2f1
 @patch

@@ -19,10 +19,14 @@ gets memory when its unit is cut, and until something has written to it, a forwa
 # %% ../../nbs/89_train.shard_files.ipynb #dd7ef710
 import torch,zipfile
 from contextlib import nullcontext
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config
 from fastcore.all import *
 from fastai.basics import *
+from ..comm.control import *
+from ..comm.collectives import *
+from ..state.values import *
 from .shards import *
 
 # %% ../../nbs/89_train.shard_files.ipynb #ede86879
@@ -78,6 +82,9 @@ def _take_rows(unit, m, state, prefix, meta, *_):
         v = state.get(prefix+n)
         if _is_whole(v, p): state[prefix+n] = _mine(v, p, dtype=p.dtype)
 
+
+
+# %% ../../nbs/89_train.shard_files.ipynb #2382931c
 @patch
 def read_whole(self:Shards,
     names:list=() # Of tensors that have no values yet
@@ -120,6 +127,25 @@ def read_plain(
 ):
     "Undo `read_rows`"
     if getattr(vars(opt or noop).get('load_state_dict'), 'func', None) is _load: del opt.load_state_dict
+
+# %% ../../nbs/89_train.shard_files.ipynb #0d8b31bf
+def _put_whole(seen, m, state, prefix, *_):
+    "Replace rows in `state` by whole tensors in the CPU's memory of rank 0; other ranks get nothing"
+    if as_held.get() or control_connection() is None: return
+    for n,p in {**m._parameters, **m._buffers}.items():
+        if isinstance(p, DTensor) and id(p) not in seen:
+            with exchange('a whole state of the model'): seen[id(p)] = put_together(p.detach().to_local(), len(p), p.device_mesh.size(-1), 0)
+        if prefix+n not in state: continue
+        v = seen.get(id(p), state[prefix+n])
+        if dist.get_rank(): del state[prefix+n]
+        else: state[prefix+n] = v.cpu()
+    if not prefix: seen.clear()
+
+@patch
+def give_whole(self:Shards):
+    "Let `state_dict` of the model and of modules in it return whole tensors on rank 0, and nothing on other ranks, until `take_off`; all ranks call it"
+    seen = {} # identity of a parameter -> its values: tied ones are gathered once
+    for m in self.model.modules(): m.register_state_dict_post_hook(partial(_put_whole, seen))
 
 # %% ../../nbs/89_train.shard_files.ipynb #3c7e1407
 def mapped(

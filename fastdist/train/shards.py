@@ -91,7 +91,8 @@ def _traces(
 )->list: # Empty once everything is taken off
     "Return the names of what FSDP has left on `m`"
     names = [k for k,v in vars(m).items() if k in _added or k in _hooks and any(map(_is_fsdp, v.values())) or _is_fsdp(v)]
-    names += [n for n,p in m._parameters.items() if isinstance(p, DTensor) or p is not None and any(k.startswith('_fsdp') for k in vars(p))]+['__class__']*isinstance(m, FSDPModule)
+    names += [n for n,p in m._parameters.items() if isinstance(p, DTensor) or p is not None and any(k.startswith('_fsdp') for k in vars(p))]
+    names += ['__class__']*isinstance(m, FSDPModule)
     return names+['the registry of composable states']*(m in _composable_state._module_state_mapping)
 
 # %% ../../nbs/89_train.shards.ipynb #04c41341
