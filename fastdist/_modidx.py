@@ -1983,6 +1983,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.train.fsdp.Sharded._bare': ('train.fsdp.html#sharded._bare', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._before': ('train.fsdp.html#sharded._before', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._carried': ('train.fsdp.html#sharded._carried', 'fastdist/train/fsdp.py'),
+                                     'fastdist.train.fsdp.Sharded._check_used': ( 'train.fsdp.html#sharded._check_used',
+                                                                                  'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._cut': ('train.fsdp.html#sharded._cut', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._end_telling': ( 'train.fsdp.html#sharded._end_telling',
                                                                                    'fastdist/train/fsdp.py'),
