@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_lm_config,language_model_learner
 from fastai.vision.all import *
 from fastdist import *
-from compare import assert_same,difference
+from compare import difference
 from test_preds import pictures
 import learners
 
@@ -133,7 +133,8 @@ def check(size, cases):
     one,wrong = all_cases(False, 1, cases),{}
     for res in many:
         for k,(_,tol) in cases.items():
-            if isinstance(res[k], str) or (d := difference(one[k], res[k], rtol=tol, atol=tol)): wrong.setdefault(k, f'{k}: {res[k] if isinstance(res[k], str) else d}')
+            d = res[k] if isinstance(res[k], str) else difference(one[k], res[k], rtol=tol, atol=tol)
+            if d: wrong.setdefault(k, f'{k}: {d}')
     assert not wrong, '\n'.join(wrong.values())
 
 ways |= dict(evaluated=(evaluated,1e-5), shown=(shown,1e-5), streamed=(streamed,1e-5))

@@ -169,7 +169,8 @@ def _with_carrier(m, carrier):
 # %% ../../nbs/89_train.shards.ipynb #b7e6dc94
 def _reset(self, *args, **kwargs):
     "Call the user's `reset` outside of a forward pass: an RNN makes its state of a parameter's type, which is plain then"
-    cut = [o for m in self.modules() if isinstance(m, FSDPModule) for o in _records(m) if isinstance(o._module_info.module._parameters.get(o._module_info.param_name), DTensor)]
+    at = lambda o: o._module_info.module._parameters.get(o._module_info.param_name)
+    cut = [o for m in self.modules() if isinstance(m, FSDPModule) for o in _records(m) if isinstance(at(o), DTensor)]
     for o in cut: o._setattr_on_modules(nn.Parameter(local(o.sharded_param.detach()), requires_grad=False))
     try: return super(type(self), self).reset(*args, **kwargs)
     finally:
