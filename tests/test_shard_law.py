@@ -116,7 +116,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 def streamed(ctx, size):
     learn = small(12//size)
-    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging(): return [learn.validate(dl=TorchLoader(Stream(), o//size)) for o in (12,24)]
+    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
+        return [learn.validate(dl=TorchLoader(Stream(), o//size)) for o in (12,24)]
 
 def all_cases(ctx, size, cases):
     res = {}

@@ -192,6 +192,7 @@ def _end_telling(self:Sharded):
     self._tell(0)
     self.open = self.telling = False # another pass in this batch would find the other ranks elsewhere
 
+# %% ../../nbs/89a_train.fsdp.ipynb #2a8873f7
 @patch
 def idle(self:Sharded):
     "Gather what the forward pass of other ranks gathers, unit by unit; return whether there was one"
