@@ -2061,6 +2061,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._carried': ('train.fsdp.html#sharded._carried', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._carrier': ('train.fsdp.html#sharded._carrier', 'fastdist/train/fsdp.py'),
+                                     'fastdist.train.fsdp.Sharded._check_used': ( 'train.fsdp.html#sharded._check_used',
+                                                                                  'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._cut': ('train.fsdp.html#sharded._cut', 'fastdist/train/fsdp.py'),
                                      'fastdist.train.fsdp.Sharded._end_pass': ( 'train.fsdp.html#sharded._end_pass',
                                                                                 'fastdist/train/fsdp.py'),

@@ -30,7 +30,8 @@ def pytest_configure(config):
 
 def shard_by_default():
     "Give what takes `shard` another default; forked ranks have it too"
-    from fastdist.train import fsdp,trainer # ranks have what it imports of torch
+    import_module('fastdist.train.fsdp') # ranks have what it imports of torch
+    from fastdist.train import trainer
     from fastdist.learner import Learner
     for f in map(unwrap, (trainer.DistributedTrainer.__init__,Learner.to_distributed,Learner.distrib_ctx)):
         at = f.__code__.co_varnames.index('shard')-1

@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_lm_config,language_model_learner
 from fastai.vision.all import *
 from fastdist import *
-from compare import assert_same,difference
+from compare import difference
 from test_preds import pictures
 import learners
 
@@ -116,7 +116,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 def streamed(ctx, size):
     learn = small(12//size)
-    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging(): return [learn.validate(dl=TorchLoader(Stream(), o//size)) for o in (12,24)]
+    with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
+        return [learn.validate(dl=TorchLoader(Stream(), o//size)) for o in (12,24)]
 
 def all_cases(ctx, size, cases):
     res = {}
@@ -133,12 +134,51 @@ def check(size, cases):
     one,wrong = all_cases(False, 1, cases),{}
     for res in many:
         for k,(_,tol) in cases.items():
-            if isinstance(res[k], str) or (d := difference(one[k], res[k], rtol=tol, atol=tol)): wrong.setdefault(k, f'{k}: {res[k] if isinstance(res[k], str) else d}')
+            d = res[k] if isinstance(res[k], str) else difference(one[k], res[k], rtol=tol, atol=tol)
+            if d: wrong.setdefault(k, f'{k}: {d}')
     assert not wrong, '\n'.join(wrong.values())
 
-@pytest.mark.slow
-@pytest.mark.parametrize('size', (2,3,4))
-def test_the_law(size): check(size, ways|dict(evaluated=(evaluated,1e-5), shown=(shown,1e-5), streamed=(streamed,1e-5)))
+ways |= dict(evaluated=(evaluated,1e-5), shown=(shown,1e-5), streamed=(streamed,1e-5))
+few = 'evaluated shown streamed norm window tuned few steps'.split()
 
-@pytest.mark.parametrize('size,some', [(2,1),(3,0),(4,2)])
-def test_optimizers(size, some): check(size, {k:o for i,(k,o) in enumerate(optimizers.items()) if not some or i%3==some})
+@pytest.mark.slow
+@pytest.mark.parametrize('size', (2,3))
+def test_the_law(size): check(size, ways)
+
+def test_four_ranks(): check(4, {k:ways[k] for k in few}|{k:optimizers[k] for k in ('sgd','adam','larc','lamb')})
+
+def test_optimizers(): check(3, optimizers)
+
+# What cannot work in shards is an error
+
+class ByHand(Callback):
+    "Gradients that no backward pass has put where they are"
+    def before_backward(self):
+        ps = list(self.model.parameters())
+        for p,g in zip(ps, torch.autograd.grad(self.loss_grad.as_subclass(torch.Tensor), ps)): p.grad = g.clone()
+        raise CancelBackwardException()
+    decides = True
+
+class OnRank0(Callback):
+    "One rank alone uses the model"
+    rank0_only = True
+    def after_epoch(self): self.model(torch.zeros(2,8))
+
+class Branches(nn.Module):
+    "Of two layers a rank uses one"
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(8,3),nn.Linear(8,3)
+    def forward(self, x): return (self.a,self.b)[rank_distrib()](x)
+
+refusals = [(Small, {}, {}, 'reshard_after_forward=False'), (ByHand, {}, {}, r'torch.autograd.grad with regard to them'),
+    (ByHand, {}, dict(fsdp_plugin=whole_between), 'outside of a backward pass'), (OnRank0, {}, {}, 'a callback without rank0_only'), (noop, Branches, {}, 'others did not')]
+
+def refused(rank, cb, model, kw, match):
+    learn = small(6)
+    if model: learn.model = model()
+    with pytest.raises(Exception) as e: fitted(learn, True, cb, lambda o: o.fit(1), 1, **kw)
+    text = ''.join(traceback.format_exception(e.value))
+    return '' if re.search(match, text) and 'HINT' in text else text
+
+def test_refused(): test_eq(on_ranks(lambda rank: [refused(rank, *o) for o in refusals], timeout=60, join=False), [['']*len(refusals)]*2)

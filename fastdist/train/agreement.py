@@ -110,8 +110,12 @@ def _without_batch(self:AgreeingCallback):
     self._without('after_batch')
 
 @patch
-def _idle(self:AgreeingCallback): return self.layout.gathers and self._is_short(False) and self.layout.idle()
+def _without(self:AgreeingCallback, event_name):
+    for cb,_,votes in self._events.of(event_name):
+        if cb is self.evaluate and event_name=='after_batch': cb.catch_up()
+        if votes: self._vote(None, f'a vote after {type(cb).__name__}.{event_name}')
 
+# %% ../../nbs/82_train.agreement.ipynb #a4326f48
 def _is_open(dl): return dl.n is None or not dl.indexed
 
 @patch
@@ -123,7 +127,4 @@ def _is_short(self:AgreeingCallback, mine=True):
     return not mine or ph.dl.total(self.learn.iter)<self.size
 
 @patch
-def _without(self:AgreeingCallback, event_name):
-    for cb,_,votes in self._events.of(event_name):
-        if cb is self.evaluate and event_name=='after_batch': cb.catch_up()
-        if votes: self._vote(None, f'a vote after {type(cb).__name__}.{event_name}')
+def _idle(self:AgreeingCallback): return self.layout.gathers and self._is_short(False) and self.layout.idle()

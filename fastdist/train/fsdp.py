@@ -268,6 +268,7 @@ def _end_telling(self:Sharded):
     self._tell(0)
     self.telling = False
 
+# %% ../../nbs/89a_train.fsdp.ipynb #2a8873f7
 @patch
 def idle(self:Sharded):
     "Gather what the forward pass of other ranks gathers, unit by unit; return whether there was one"
@@ -293,6 +294,7 @@ def wrap(self:Sharded, learn):
     self._adopt(learn)
     scale_rows(learn)
     if any(s.how['ignored_params'] for s in self.cut.values()) and not self.mixes: self.mixes = self.mixing.enter_context(implicit_replication()) or True
+    self.checked = False
     return super(Sharded, self).wrap(learn)
 
 @patch
@@ -332,9 +334,19 @@ def reduce(self:Sharded, numbers, tell=True):
     "Average the gradients of what is not in shards, and `numbers` where they did not travel with those"
     waited,self.waits,mean = self.waits,False,None
     if waited: mean = self._carried()
+    if not self.checked: self._check_used()
     rest = [p for p in self.trained.active if not hasattr(p, '_local_tensor')]
     if rest: mean = ifnone(mean, average_grads(rest, numbers))
     return all_reduce(numbers.clone(), kind='step')/self.size if mean is None and tell else mean
+
+@patch
+def _check_used(self:Sharded):
+    "Raise `RuntimeError` unless the pass made gradients of the same parameters on all ranks: torch adds up those that come at the same place"
+    self.checked = True
+    mine = {n for n,p in self.trained.model.named_parameters() if p.requires_grad and p.grad is None and hasattr(p, '_local_tensor')}
+    odd = set.union(*(all_ := gather_objs(mine)))-set.intersection(*all_)
+    if odd: raise RuntimeError(f'Some ranks made gradients of {", ".join(sorted(odd)[:3])}, and others did not, so those in shards are mixed up. HINT: use all layers on each rank, with weight 0 '
+        'where they should not count; or shard=False with find_unused_parameters=True')
 
 @patch
 def _carried(self:Sharded):
