@@ -9,14 +9,18 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastdist import *
 from fastdist.train.events import cancels
 from fastdist.comm.control import control_connection
+from fastdist.train.gradients import local
 from accelerate.state import PartialState
 
-import_module('torch._dynamo') # DDP imports it when it is made, for two seconds; forked ranks have it then
+for o in ('torch._dynamo','fastdist.train.fsdp'): import_module(o) # imported when a model is wrapped, for two seconds; forked ranks have them then
 bs,n_steps,n_valid,patience = 4,4,24,3.
 survivable = [c.__name__ for c in cancels]+['RuntimeError','NaN','SIGINT']
 fatal = ['SIGTERM','SIGKILL','dead loop']
 calls_back = 'before_fit','callback','validation','get_preds'
 places = ['data set','data worker','before_fit','forward','backward','callback','metric','validation','get_preds']
+
+some = [('RuntimeError','forward'), ('RuntimeError','backward'), ('RuntimeError','validation'), ('CancelBatchException','callback'), ('SIGINT','data set'), ('NaN','metric'), ('SIGKILL','backward'),
+    ('dead loop','forward'), ('SIGKILL','get_preds')]
 
 def hidden(kind, place):
     "Nobody can agree on it there, so it is an error"
@@ -97,9 +101,15 @@ def outcome(learn, place):
 def again(learn, fault):
     "A second fit, and the weights after it"
     fault.live = False
-    for p in learn.model.parameters(): p.data.nan_to_num_(0.)
+    for p in learn.model.parameters(): local(p.data).nan_to_num_(0.)
     learn.fit(1)
-    return [p.detach().flatten().tolist() for p in learn.model.parameters()]
+    return [getattr(p, 'full_tensor', lambda: p)().detach().flatten().tolist() for p in learn.model.parameters()]
+
+def traces(model):
+    "Classes, hooks, attributes and parameters of a model, in none of which a context leaves anything"
+    hooks = lambda m: [[str(f) for f in v.values()] for k,v in vars(m).items() if k.endswith('_hooks') and v]
+    params = lambda m: [(id(p), type(p).__name__, p.shape, p.is_leaf) for p in m._parameters.values()]
+    return [(type(m).__name__, sorted(k for k in vars(m) if k!='calls'), hooks(m), params(m)) for m in model.modules()]
 
 def state(learn):
     "What a context puts back, whatever happens in it"
@@ -107,13 +117,13 @@ def state(learn):
     mine = learn.model,learn.model.forward.__self__,*learn.dls.loaders,learn.logger,*learn.cbs
     threads = [o.name for o in threading.enumerate() if 'fastdist' in o.name]
     job = torch.distributed.is_initialized(),control_connection() is None,signal.getsignal(signal.SIGURG),PartialState._shared_state,threads
-    return [id(o) for o in mine],lent,job,dict(os.environ)
+    return [id(o) for o in mine],lent,job,traces(learn.model),dict(os.environ)
 
-def survive(rank, kind, place, size, culprit):
+def survive(rank, kind, place, size, culprit, shard):
     learn,fault = faulty(kind, place, rank==culprit, size, culprit)
     with learn.no_logging(), learn.no_bar():
         before = str(state(learn))
-        with learn.distrib_ctx():
+        with learn.distrib_ctx(shard=shard):
             start = time.monotonic()
             how,text = outcome(learn, place)
             seconds,n = time.monotonic()-start,len(getattr(learn.recorder, 'losses', []))
@@ -127,53 +137,54 @@ def one_process(kind, place, size, culprit):
         return dict(how=how, text=text, n=len(getattr(learn.recorder, 'losses', [])), weights=again(learn, fault))
 
 # %%
-def die(rank, kind, place, size, culprit, out):
+def die(rank, kind, place, size, culprit, out, shard):
     "Ends in an error; what it says goes into `out`"
     signal.signal(signal.SIGTERM, signal.SIG_IGN if rank!=culprit else signal.SIG_DFL)
     learn,fault = faulty(kind, place, rank==culprit, size, culprit)
     start = time.monotonic()
     with learn.no_logging(), learn.no_bar():
         try:
-            with learn.distrib_ctx(patience=patience): act(learn, place)
+            with learn.distrib_ctx(patience=patience, shard=shard): act(learn, place)
         except BaseException as e:
             Path(f'{out}/{rank}').write_text(json.dumps([type(e).__name__, str(e), time.monotonic()-start]))
             raise
 
-def dead(kind, place, size, culprit):
+def dead(kind, place, size, culprit, shard):
     "What each rank saw of a fatal fault, how the head ended, and after how long"
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as d:
-        try: head = on_ranks(partial(die, kind=kind, place=place, size=size, culprit=culprit, out=d), size, join=False, timeout=40) and 'went on'
+        try: head = on_ranks(partial(die, kind=kind, place=place, size=size, culprit=culprit, out=d, shard=shard), size, join=False, timeout=40) and 'went on'
         except Exception as e: head = f'{type(e).__name__}: {e}'
         saw = {int(p.name):json.loads(p.read_text()) for p in Path(d).iterdir()}
     return saw,head,time.monotonic()-start
 
 # %%
-def chosen(kinds, size, culprit, half):
-    "Kinds and places; if `half` those on a chessboard: each of two and of three ranks, with rank 0 for the culprit in one of them and the last rank in the other"
-    return [(k,p) for i,k in enumerate(kinds) for j,p in enumerate(places) if not half or (i+j+size+(culprit>0))%2==0]
+def chosen(kinds, size, culprit, half, few):
+    "Kinds and places: all, those in `some` if `few`, or if `half` those on a chessboard: each of two and of three ranks, with rank 0 for the culprit in one of them and the last rank in the other"
+    board = [(k,p,(i+j+size+(culprit>0))%2==0) for i,k in enumerate(kinds) for j,p in enumerate(places)]
+    return [(k,p) for k,p,mine in board if ((k,p) in some if few else mine or not half)]
 
-def survived(size, culprit, half=False):
+def survived(size, culprit, shard, half, few):
     "The cells of one `culprit` among `size` ranks that go on; the ranks are forked once"
-    calm,alone = chosen(survivable, size, culprit, half),cache(one_process)
-    run = lambda rank: [survive(rank, k, p, size, culprit) for k,p in calm]
+    calm,alone = chosen(survivable, size, culprit, half, few),cache(one_process)
+    run = lambda rank: [survive(rank, k, p, size, culprit, shard) for k,p in calm]
     for (k,p),*ranks in zip(calm, *on_ranks(run, size, join=False, timeout=600)):
         yield dict(kind=k, place=p, ranks=ranks, alone=alone('RuntimeError' if hidden(k, p) else k, p, size, culprit))
 
-def died(size, culprit, half=False):
+def died(size, culprit, shard, half, few):
     "The cells of one `culprit` among `size` ranks that end"
-    for k,p in chosen(fatal, size, culprit, half):
-        saw,head,seconds = dead(k, p, size, culprit)
+    for k,p in chosen(fatal, size, culprit, half, few):
+        saw,head,seconds = dead(k, p, size, culprit, shard)
         yield dict(kind=k, place=p, saw=saw, head=head, seconds=seconds)
 
-def cells(run, size, culprit, folder, half):
-    res = [o|dict(size=size, culprit=culprit) for o in run(size, culprit, half)]
-    Path(f'{folder}/{run.__name__}{size}{culprit}.json').write_text(json.dumps(res))
+def cells(run, size, culprit, shard, half, few, folder):
+    res = [o|dict(size=size, culprit=culprit, shard=shard) for o in run(size, culprit, shard, half, few)]
+    Path(f'{folder}/{run.__name__}{size}{culprit}{shard}.json').write_text(json.dumps(res))
 
-def matrix(folder, half=False):
-    "Run all cells, or half of them, each (size, culprit) beside the others, since ranks wait most of the time"
-    jobs = [(run,size,culprit) for run in (survived,died) for size in (2,3) for culprit in (0,size-1)]
-    procs = [get_context('fork').Process(target=cells, args=(*o, folder, half)) for o in jobs]
+def matrix(folder, shard=False, half=False, few=False):
+    "Run all cells, half or a `few` of them, each (size, culprit) beside the others, since ranks wait most of the time"
+    jobs = [(run,size,culprit,shard,half,few) for run in (survived,died) for size,culprit in ([(2,0), (3,2)] if few else [(2,0), (2,1), (3,0), (3,2)])]
+    procs = [get_context('fork').Process(target=cells, args=(*o, folder)) for o in jobs]
     for p in procs: p.start()
     for p in procs: p.join()
     for o,p in zip(jobs, procs): assert p.exitcode==0, f'{o} ended with {p.exitcode}'
@@ -192,9 +203,11 @@ def times(cells):
 def main(
     save:bool=False, # Put the times in the place of those that the notebook shows?
     folder:str=None, # Where what happened in each cell stays; it goes with a temporary folder by default
-    half:bool=False # Only half of the cells, in which each fault in each place is on two and on three ranks?
+    half:bool=False, # Only half of the cells, in which each fault in each place is on two and on three ranks?
+    shard:bool=False, # Does each rank hold a part of the model?
+    few:bool=False # Only the cells in `some`?
 ):
     "Measure how long each fault takes until it is over"
-    with tempfile.TemporaryDirectory() as d: rows = times(matrix(folder or d, half))
+    with tempfile.TemporaryDirectory() as d: rows = times(matrix(folder or d, shard, half, few))
     print(pd.DataFrame(rows).pivot_table(index='fault', columns='place', values='seconds', aggfunc='max', sort=False).round(1).to_string())
     if save: Path(__file__).with_suffix('.json').write_text(json.dumps(rows))

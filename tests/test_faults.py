@@ -15,8 +15,10 @@ def whole(request): return request.config.getoption('--whole') is not None
 @pytest.fixture(scope='module')
 def all_cells(whole, tmp_path_factory):
     "Ranks are forked by a process that has imported less than this one, which is faster"
-    folder = tmp_path_factory.mktemp('faults')
-    subprocess.run([sys.executable, faults.__file__, '--folder', folder, *([] if whole else ['--half'])], check=True, timeout=500)
+    return run_cells(tmp_path_factory.mktemp('faults'), *([] if whole else ['--half']))
+
+def run_cells(folder, *args):
+    subprocess.run([sys.executable, faults.__file__, '--folder', folder, *args], check=True, timeout=500)
     end = time.monotonic()+15
     while processes(folder) and time.monotonic()<end: time.sleep(0.2)
     return found(folder),processes(folder)
@@ -55,3 +57,12 @@ def test_nothing_is_left_running(all_cells):
     rows = pd.DataFrame(times(all_cells[0]))
     print(rows.pivot_table(index='fault', columns='place', values='seconds', aggfunc='max', sort=False).round(1).to_string())
     test_eq(all_cells[1], [])
+
+def test_faults_with_shards(tmp_path, request):
+    "Some cells; all of them with `--whole`"
+    cells,left = run_cells(tmp_path, '--shard', *(['--few'] if request.config.getoption('whole') is None else []))
+    test_eq(left, [])
+    assert len(cells)>=2*len(some) and all(o['shard'] for o in cells)
+    for o in cells:
+        try: (check_survivable if o['kind'] in survivable else check_fatal)(o)
+        except BaseException: raise AssertionError(f'{o["kind"]} in {o["place"]} on rank {o["culprit"]} of {o["size"]}: {o}')

@@ -55,7 +55,8 @@ class DesyncCheck(Callback):
 def _check(self:DesyncCheck, at_end=False):
     "Compare what ranks hold; their own buffers too where the trainer has made these equal"
     if not grouped(): return
-    state = learner_state(self.learn)
+    layout = first(o.layout for o in self.learn._grab_cbs(DistributedTrainer))
+    state = layout.comparable(self.learn) if layout else learner_state(self.learn)
     table = self._table(state, {} if at_end else own_buffers(self.model))
     more = ' DesyncCheck(1) tells the step.' if self.every>1 else ''
     compare_replicas(state, f'after step {self.n_steps} of the fit, in epoch {self.epoch}', table, more)

@@ -98,6 +98,7 @@ class Job:
     ):
         self.place = place if place_model else lambda learn, device: place_dls(learn.dls, device)
         self.learn,self.world,self.logger,self.helpers,self.member = learn,world,learn.logger,L(),Membership(world)
+        self.explain = noop # called with an error of this rank; may add a note to it
         self.live = self.line = None
         try:
             self._join(group_options(world, options.get('kwargs_handlers')), patience)
@@ -165,6 +166,7 @@ def blame(self:Job,
     "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
     cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.line is None else self.line.cause(e)
     if cause: raise cause from None
+    self.explain(e)
     planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
     if self.line and not planned: self.line.failed_here(e)
     if self.line and isinstance(e, Exception) and self.line.as_rank0(): everywhere(e)

@@ -37,8 +37,10 @@ from .units import *
 from .recompute import *
 from .compiling import *
 from .row_steps import *
+from .param_hooks import *
 from .shards import *
 from .shard_files import *
+from .shard_errors import *
 from .sharded_opt import *
 from .sharded_state import *
 
@@ -98,7 +100,8 @@ class Sharded(Joint):
 @patch
 def enter(self:Sharded, learn):
     "Cut the model of `learn` into shards"
-    self.mesh,self.group = shard_mesh(self.job.world, self.plan.hybrid),dist.group.WORLD
+    self.job.explain = shard_hint
+    self._new_mesh()
     kept = vars(learn).pop('kept_in_shards', {})
     sizes = gather_objs([s.size for s in kept.values()])
     if {n for o in sizes for n in o}-{self.mesh.size(-1)} or len({*map(len, sizes)})>1:
@@ -109,12 +112,17 @@ def enter(self:Sharded, learn):
     self._adopt(learn)
 
 @patch
+def _new_mesh(self:Sharded):
+    self.mesh,self.group = shard_mesh(self.job.world, self.plan.hybrid),dist.group.WORLD
+    self.own = own_group(self.mesh)
+
+@patch
 def _adopt(self:Sharded, learn):
     "Cut the model of `learn`, unless it is cut, and give its optimizer the shards"
     model,back = learn.model,{}
     if model not in self.cut:
         for old in [o for o in self.cut if {*o.modules()} & {*model.modules()}]: back |= self._put_back(old)
-        self.cut[model] = self._cut(model)
+        self._cut(model)
     self._retie(learn.opt, back)
 
 @patch
@@ -147,14 +155,15 @@ def _cut(self:Sharded, model):
     empty = broadcast_obj([n for n,t in named_tensors(model).items() if t.is_meta])
     units,whole = choose_units(model, self.plan),self._whole_params(model)
     check_units(model, units, whole)
-    res = Shards(model, units, whole, self._carrier(model, units, whole), self._over(model, units), **self._how())
+    check_hooks(model)
+    self.cut[model] = res = Shards(model, units, whole, self._carrier(model, units, whole), self._over(model, units), **self._how())
     fill = partial(self._fill, {id(t) for n,t in named_tensors(model).items() if n in empty})
     with exchange('the model, which is cut into shards'):
-        res.put_on(self.mesh, fill)
+        res.put_on(self.mesh, fill, self.own)
         fill([*whole,*model.buffers()])
     res.read_whole(empty)
     self._attend(res)
-    return res
+    with exchange('the model, which all ranks have cut'): pass
 
 @patch
 def _fill(self:Sharded, empty, ts):
@@ -306,6 +315,15 @@ def step(self:Sharded, exchanges):
     return self._stepping()
 
 @patch
+def counted(self:Sharded, f):
+    "Return `f`, which counts the optimizer's steps that are begun and done"
+    def step():
+        self.steps[0] += 1
+        f()
+        self.steps[1] += 1
+    return step
+
+@patch
 @contextmanager
 def _stepping(self:Sharded):
     with self.evaluation(),self.exchanges.of('the training step', 'step'): yield
@@ -386,11 +404,16 @@ def check_step(self:Sharded):
 
 # %% ../../nbs/89a_train.fsdp.ipynb #0e7d3635
 @patch
-def compare(self:Sharded, learn, when):
-    "Raise `DesyncError` on all ranks unless what each of them holds whole is the same to the bit"
+def comparable(self:Sharded, learn):
+    "Return what each rank holds whole"
     mine = {n for n,p in learn.model.named_parameters() if hasattr(p, '_local_tensor')}
     of = lambda k: k.removeprefix('optimizer state of ').rpartition(': ')[0] if k.startswith('optimizer state of ') else k
-    compare_replicas({k:v for k,v in learner_state(learn).items() if of(k) not in mine}, when, more=' desync_check=False lets them differ.')
+    return {k:v for k,v in learner_state(learn).items() if of(k) not in mine}
+
+@patch
+def compare(self:Sharded, learn, when):
+    "Raise `DesyncError` on all ranks unless what each of them holds whole is the same to the bit"
+    compare_replicas(self.comparable(learn), when, more=' desync_check=False lets them differ.')
 
 # %% ../../nbs/89a_train.fsdp.ipynb #50fa3216
 @patch
@@ -398,7 +421,10 @@ def _wholes(self:Sharded, learn, dst=None, to=noop):
     "Return parameter -> its values, and identity of a state -> its values, on rank `dst` or on all, one after the other gathered and passed to `to`"
     names = {id(r.sharded_param):(k,j) for k,s in enumerate(self.cut.values()) for j,r in enumerate(s.held.values())}
     mine,kept = opt_shards(learn.opt, names),{k:v for s in self.cut.values() for k,v in s.kept.items()}
-    common = set.intersection(*map(set, gather_objs([*mine, *kept]))) # an error may have ended the first step in its midst
+    keys,steps = zip(*gather_objs(([*mine, *kept],tuple(self.steps))))
+    common = set.intersection(*map(set, keys)) # an error may have ended the first step in its midst
+    if not self.job.world.rank: warn_mixed(steps)
+    self.steps = [0,0]
     gather = lambda v,n: to(put_together(local(v.detach()), n, self.mesh.size(-1), dst))
     params = {p:gather(q, len(q)) for s in self.cut.values() for p,q in s.params.items()}
     return (params | {k:gather(v, len(v)) for k,v in kept.items() if k in common},
@@ -457,8 +483,16 @@ def rejoined(self:Sharded, learn, state, read):
 def leave(self:Sharded, learn):
     "Give the Learner its whole model back"
     if not self.cut: return
-    if self.plan.keep: return self._keep(learn)
-    params,state = self._last(learn)
+    if self.plan.keep and all(s.is_on for s in self.cut.values()): return self._keep(learn)
+    params,state = {},{}
+    try: params,state = self._last(learn)
+    except BaseException:
+        params,state = self._mine(learn)
+        raise
+    finally: self._restore(learn, params, state)
+
+@patch
+def _restore(self:Sharded, learn, params, state):
     back = {id(r.sharded_param):p for s in self.cut.values() for p,r in s.held.items()}
     step_whole(learn.opt)
     read_plain(learn.opt)
@@ -491,11 +525,32 @@ def _keep(self:Sharded, learn):
 @patch
 def _last(self:Sharded, learn):
     "Return what `_wholes` does; where a process was lost, this rank's rows among NaN, with a warning"
-    try:
-        if not self.job.revive(): raise RuntimeError('a process has ended')
-        with exchange('the model, which is put together'): return self._wholes(learn)
-    except Exception as e: why = e
+    for _ in range(2): # another rank may fail, and come here after its error
+        try:
+            if not self.job.revive(): raise RuntimeError('a process has ended')
+            with exchange('the model, which is put together'):
+                self._even()
+                return self._wholes(learn)
+        except Exception as e: why = e
     warn(f'The model was in shards, and those of other ranks cannot be had any more ({type(why).__name__}: {why}), so what they held of its weights is NaN. HINT: a Checkpoint, from which the next start goes on')
+    return self._mine(learn)
+
+@patch
+def _even(self:Sharded):
+    "Take units back that an error left in shards on some ranks alone"
+    mine = [len(s.units_on) for s in self.cut.values()]
+    for s,ns in zip(self.cut.values(), zip(*gather_objs(mine))):
+        for j in range(min(ns), max(ns)): s.uncut(j, partial(self._sent, ns.index(min(ns))))
+
+@patch
+def _sent(self:Sharded, src, p, shape):
+    v = p.detach().clone() if p.shape==shape else p.new_empty(shape)
+    dist.broadcast(v, src)
+    return v
+
+@patch
+def _mine(self:Sharded, learn):
+    "Return what `_wholes` does, from what this rank has"
     return {p:_alone(r.sharded_param, s.mesh) for s in self.cut.values() for p,r in s.held.items()},{id(v):_alone(p, p.device_mesh, v) for v,p in
         opt_shards(learn.opt, {id(r.sharded_param):(k,j) for k,s in enumerate(self.cut.values()) for j,r in enumerate(s.held.values())}).values()}
 
@@ -511,7 +566,7 @@ def _alone(p, mesh, v=None):
 def renew(self:Sharded, learn):
     "Cut the model again where the process group is another than before"
     if self.group is dist.group.WORLD: return
-    self.mesh,self.group = shard_mesh(self.job.world, self.plan.hybrid),dist.group.WORLD
+    self._new_mesh()
     self._renew(learn)
 
 @patch
@@ -521,7 +576,7 @@ def _renew(self:Sharded, learn):
     with exchange('the model, which is cut into shards again'):
         for s in self.cut.values():
             left = s.lacking()
-            s.renew(self.mesh)
+            s.renew(self.mesh, self.own)
             s.read_whole(left)
             self._attend(s)
     now = self._now()

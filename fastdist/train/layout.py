@@ -33,6 +33,7 @@ __all__ = ['Layout']
 from contextlib import nullcontext
 from fastcore.all import *
 from fastai.basics import *
+from ..state.replicas import *
 from .gradients import *
 
 # %% ../../nbs/73_train.layout.ipynb #688e9e86
@@ -139,6 +140,14 @@ def average(self:Layout,
 @patch
 def drop(self:Layout): "Forget the last forward pass; its gradients are averaged by the caller"
 
+# %% ../../nbs/73_train.layout.ipynb #40ee305c
+@patch
+def counted(self:Layout,
+    f:callable # The optimizer's step
+)->callable: # Called in its place
+    "Return `f`, so that a layout can tell where an error has stopped this rank"
+    return f
+
 # %% ../../nbs/73_train.layout.ipynb #dc915a4f
 @patch
 def evaluation(self:Layout, short=False):
@@ -190,6 +199,13 @@ def whole(self:Layout,
     return nullcontext()
 
 
+
+@patch
+def comparable(self:Layout,
+    learn:Learner # With an optimizer
+)->dict: # Name -> tensor or plain value
+    "Return what must be the same on all ranks"
+    return learner_state(learn)
 
 @patch
 def compare(self:Layout,

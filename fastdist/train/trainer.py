@@ -215,6 +215,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if event_type in ('train','validate'): run = partial(self._in_phase, run)
     if self.size==1: return run(f, event_type, ex, final)
     if self._plain and event_type=='batch': f = partial(self._on_batch, f)
+    if event_type=='step': f = self.layout.counted(f)
     if event_type=='backward' and getattr(f, '__func__', None) is Learner._backward: f = self._backward
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
     if event_type in ('train','validate'): f = partial(self.phases.go_over, f, self.learn.dl)
