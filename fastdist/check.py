@@ -120,22 +120,23 @@ def _in_full():
     with modified_env(**{k:v for k,v in plain.items() if k in os.environ}): yield
 
 @contextmanager
-def _in_job(rep, learn, timeout):
+def _in_job(rep, learn, timeout, shard=False):
     "Enter the context of `learn`; a rank that stands still for more than `timeout` seconds is an error there"
     ours = rep.world.size>1 and not dist.is_initialized()
     how = dict(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))]) if ours else {}
-    with learn.distrib_ctx(patience=timeout, desync_check=False, **how):
+    with learn.distrib_ctx(patience=timeout, desync_check=False, shard=shard, **how):
         rep.joined,line = True,control_connection()
         with line.watch(lambda: rep.doing) if line else nullcontext(): yield
 
 # %% ../nbs/93_check.ipynb #768a7eca
-def _check_fit(rep, learn, make):
+def _check_fit(rep, learn, make, shard=False):
     "Add findings about collectives and a fit"
     w = rep.world
     rep.begin('collectives')
     rep.add(check_collectives(gather_objs(try_collectives(w))))
-    rep.begin('replicas')
-    rep.add(check_replicas(fit_quietly(learn)))
+    rep.begin('shards' if shard else 'replicas')
+    fit_quietly(learn)
+    rep.add(check_shards(learn) if shard and w.size>1 else check_replicas(learn))
     rep.begin('exactness')
     rep.add(check_exactness(learn, fit_quietly(make(8*w.size, 24*w.size+5))))
 
@@ -148,20 +149,21 @@ def _measure_exchange(rep):
         rows.append((f'{mib} MiB', f'{secs*1e3:.2f} ms', f'{bus_bandwidth(mib*2**20, secs, w.size)/1e9:.3g} GB/s'))
     rep.say('', 'all-reduce on the slowest rank; bus bandwidth is 2(n-1)/n * bytes/time, as in nccl-tests', as_table(['size','time','bus bandwidth'], rows))
 
-def _measure_steps(rep, make):
+def _measure_steps(rep, make, shard=False):
     "Print times of a step in one process and on all ranks"
     w = rep.world
     rep.begin('steps')
     secs = [('one process', rank0_alone(lambda: step_time(make(64, 640, 512))))]
     if w.size>1:
-        with make(64, 640*w.size, 512).distrib_ctx(desync_check=False) as learn: secs.append((f'{w.size} ranks', slowest(torch.tensor([step_time(learn)])).item()))
+        with make(64, 640*w.size, 512).distrib_ctx(desync_check=False, shard=shard) as learn: secs.append((f'{w.size} ranks', slowest(torch.tensor([step_time(learn)])).item()))
     rep.say('', 'a step with 64 samples a rank, on the slowest rank', as_table(['ranks','time'], [(k,f'{t*1e3:.2f} ms') for k,t in secs if t]))
 
 # %% ../nbs/93_check.ipynb #fd2bf042
 def check_job(
     nprocs:int=None, # Number of ranks that there should be; by default as many as there are
     timeout:float=60, # Seconds without progress after which a rank counts as stuck
-    make:callable=small_learner # Called as `make(bs, n)` for a Learner, or with a width as well
+    make:callable=small_learner, # Called as `make(bs, n)` for a Learner, or with a width as well
+    shard:bool=False # Whether each rank holds a part of the model
 )->bool: # On all ranks
     "Return whether all is well with the job of this process, while rank 0 prints what is found"
     w = this_world()
@@ -169,18 +171,18 @@ def check_job(
     rep.say(f'fastdist {version("fastdist")}, torch {torch.__version__}, Python {sys.version.split()[0]}', '')
     with rep.explained(), _in_full():
         learn = make(8, 24*w.size+5)
-        with _in_job(rep, learn, timeout): return _all_checks(rep, learn, nprocs, make)
+        with _in_job(rep, learn, timeout, shard): return _all_checks(rep, learn, nprocs, make, shard)
 
 # %% ../nbs/93_check.ipynb #23f4550e
-def _all_checks(rep, learn, nprocs, make):
+def _all_checks(rep, learn, nprocs, make, shard=False):
     "Check the places of ranks, and the rest where these are good"
     places = gather_objs(place_of(rep.world))
     rep.say(place_table(places), '')
     rep.add(check_world(places, missing_ranks(len(places), nprocs)))
     if rep.ok:
-        _check_fit(rep, learn, make)
+        _check_fit(rep, learn, make, shard)
         if rep.world.size>1: _measure_exchange(rep)
-        _measure_steps(rep, make)
+        _measure_steps(rep, make, shard)
     rep.say('', 'All is well.' if rep.ok else 'Something is wrong, see the hints.')
     return broadcast_obj(rep.ok) # a rank that ended earlier could end rank 0 before that has printed
 
@@ -189,8 +191,9 @@ def _all_checks(rep, learn, nprocs, make):
 def main(
     nprocs:int=None, # Ranks to start here, or to expect where a launcher starts them
     timeout:float=60, # Seconds without progress after which a rank counts as stuck
+    shard:bool=False # Divide the model over ranks, by torch's FSDP2
 ):
     "Check ranks, collectives, replicas and exactness where this runs, measure bandwidth and steps, and exit with 1 where something is wrong"
     run = import_module('fastdist.check').check_job # which other processes find, unlike one in __main__
     if (nprocs or 1)>1 and World.from_env().size==1: run = Accelerator(nprocs=nprocs).distribute(run)
-    if not run(nprocs, timeout): sys.exit(1)
+    if not run(nprocs, timeout, shard=shard): sys.exit(1)

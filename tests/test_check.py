@@ -36,6 +36,10 @@ def test_where_all_is_well(n, join):
     test_eq([ok, [o[:2] for o in others]], [True,[(True,'')]*(n-1)])
     rank0_says(text, n, 'fastdist')
 
+def test_a_job_in_shards():
+    res = on_ranks(partial(checked, nprocs=2, shard=True), join=False)
+    test_eq([res[0][0], verdicts(res[0][1])], [True,{k.replace('replicas', 'shards'):'ok' for k in titles}])
+
 def test_one_process():
     ok,text,_ = checked(0)
     test_eq([ok, verdicts(text)], [True,dict.fromkeys(titles, 'ok')])

@@ -12,7 +12,7 @@ here compares one of these with what is found, and says what to do where they di
 
 # %% auto #0
 __all__ = ['tolerances', 'Finding', 'as_table', 'place_of', 'place_table', 'missing_ranks', 'check_world', 'try_collectives',
-           'check_collectives', 'check_replicas', 'check_exactness']
+           'check_collectives', 'check_replicas', 'check_shards', 'check_exactness']
 
 # %% ../../nbs/86_observe.findings.ipynb #bcc9d896
 import math,os,torch
@@ -23,6 +23,7 @@ from fastai.basics import *
 from ..job.world import *
 from ..comm.collectives import *
 from ..state.replicas import *
+from ..train.gradients import *
 
 # %% ../../nbs/86_observe.findings.ipynb #ed7ffd0a
 @dataclass(frozen=True)
@@ -136,12 +137,24 @@ def check_replicas(
     return Finding('replicas', f'{name} of ranks {ranks} is not that of rank {ref}'+(f', and {len(others)} more differ' if others else ''),
         'look for what one rank does alone: a default callback, a patch, another version of torch, or hardware that does not compute alike')
 
+# %% ../../nbs/86_observe.findings.ipynb #dc944b21
+def check_shards(
+    learn:Learner # Fitted in shards on all ranks, inside its context
+)->Finding:
+    "Return whether all ranks together hold each parameter once"
+    ps = dict(learn.model.named_parameters())
+    parts = gather_objs({n:local(p).numel() for n,p in ps.items()})
+    most,n = max(sum(o.values()) for o in parts),sum(p.numel() for p in ps.values())
+    wrong = [k for k,p in ps.items() if p.ndim and sum(o[k] for o in parts)!=p.numel()]
+    found = f'{n} numbers in {len(ps)} parameters, at most {most} of them on a rank'
+    return Finding('shards', f'{wrong[0]} is not divided; {found}' if wrong else found, 'see that all ranks have the same version of torch' if wrong else '')
+
 # %% ../../nbs/86_observe.findings.ipynb #ed7c564e
 tolerances = dict(weights=1e-5, reports=1e-6)
 
 def _outcome(learn):
     "Return weights and buffers, and losses and metrics"
-    weights = [o.detach().cpu().double().flatten() for o in learn.model.state_dict().values()]
+    weights = [(o.full_tensor() if hasattr(o, 'full_tensor') else o).detach().cpu().double().flatten() for o in learn.model.state_dict().values()]
     return torch.cat(weights),torch.tensor([*L(learn.recorder.values).concat(), *learn.recorder.losses], dtype=torch.float64)
 
 def _off(a, b): return ((a-b).abs()/(1+b.abs())).max().item()

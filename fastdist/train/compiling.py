@@ -12,7 +12,7 @@ __all__ = ['compile_units']
 
 The tempting way is to compile the whole model as it is: at each hook the compiler gives up and begins again, and hooks of others, which write down what happens, are run by it only while it looks.
 
-So the forward pass of each unit is compiled by itself, inside of its hooks; that of the model too, around those of the units. Modules stay the user's, and evaluation computes as before."""
+So the forward pass of each unit is compiled by itself, inside of its hooks, and what is around units runs as it is. Modules stay the user's, and evaluation computes as before."""
 
 # %% ../../nbs/88a_train.compiling.ipynb #6cd76ca4
 import torch
@@ -27,12 +27,13 @@ def _forward(m, own, fast, *args, **kwargs):
 def compile_units(
     model:torch.nn.Module, # Of which `units` are parts
     units:list, # From `choose_units`
-    plugin # A `TorchDynamoPlugin`; with `use_regional_compilation` or `fullgraph` only units are compiled, if there are any
+    plugin # A `TorchDynamoPlugin`
 )->callable: # Puts everything back
-    "Compile the forward passes of `units` and of `model` as `plugin` says, in training"
+    "Compile the forward passes of those of `units` that have none inside, or of `model` where there are none, as `plugin` says, in training"
     if plugin.backend==DynamoBackend.NO: return noop
-    alone = units and (plugin.use_regional_compilation or plugin.fullgraph)
-    chosen = [(m, vars(m).get('forward'), m.forward) for m in [*units, *([] if alone else [model])]]
+    ids = {id(m) for m in units}
+    inner = [m for m in units if not any(id(o) in ids for o in m.modules() if o is not m)]
+    chosen = [(m, vars(m).get('forward'), m.forward) for m in inner or [model]]
     for m,_,f in chosen: m.forward = partial(_forward, m, f, torch.compile(f, **plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())))
     def undo():
         for m,own,_ in chosen:

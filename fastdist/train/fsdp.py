@@ -140,7 +140,7 @@ def _retie(self:Sharded, opt, back=MappingProxyType({})):
     now |= {i:now[id(p)] for i,p in back.items() if id(p) in now}
     at = lambda p: now.get(id(p), p)
     if any(id(p) in now for ps in opt.param_lists for p in ps): retie(opt, at, lambda v,p: cut_state(v, at(p)))
-    step_rows(opt)
+    step_rows(opt) # one that was made in the context has the shards already
     read_rows(opt)
 
 @patch
@@ -156,6 +156,7 @@ def _cut(self:Sharded, model):
     units,whole = choose_units(model, self.plan),self._whole_params(model)
     check_units(model, units, whole)
     check_hooks(model)
+    self._check_recomputed(units)
     self.cut[model] = res = Shards(model, units, whole, self._carrier(model, units, whole), self._over(model, units), **self._how())
     fill = partial(self._fill, {id(t) for n,t in named_tensors(model).items() if n in empty})
     with exchange('the model, which is cut into shards'):
@@ -177,8 +178,8 @@ def _whole_params(self:Sharded, model):
     "Return the parameters that each rank holds whole; those of norms that track means do not compute in a lower precision, since their buffers do not"
     res = unsharded_params(model, self.plan)
     if not (self.plan.mixed and self.plan.mixed.param_dtype): return res
-    known = {id(p) for p in res}
-    return res+[p for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None for p in m.parameters() if id(p) not in known]
+    known,norms = {id(p) for p in res},[m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None]
+    return res+[p for m in norms for p in m.parameters() if id(p) not in known]
 
 @patch
 def _carrier(self:Sharded, model, units, whole):
@@ -189,6 +190,11 @@ def _carrier(self:Sharded, model, units, whole):
     return RowCarrier(self.mesh.size(-1), self.size, torch.empty(0, device=self.job.world.device, dtype=torch.float32 if like is None else like.dtype))
 
 # %% ../../nbs/89a_train.fsdp.ipynb #c4cfdff1
+@patch
+def _check_recomputed(self:Sharded, units):
+    if not self.plan.checkpointing or recomputed(units): return
+    raise OptionError('activation_checkpointing', True, 'the model has no units with parts, that could be computed again. HINT: transformer_cls_names_to_wrap names their classes')
+
 @patch
 def _over(self:Sharded, model, units):
     "Return what changes forward passes once `model` is in shards: compiled inside, computed again around that"
@@ -203,7 +209,8 @@ def _how(self:Sharded):
     "Return the options of torch's `fully_shard`; where the model computes in a lower precision it returns float32, as autocast's losses have it"
     plan,mixed = self.plan,self.plan.mixed or MixedPrecisionPolicy()
     root = replace(mixed, output_dtype=torch.float32) if mixed.param_dtype and not mixed.output_dtype else mixed
-    return dict(root=dict(mp_policy=root), reshard_after_forward=plan.reshard, mp_policy=mixed, offload_policy=CPUOffloadPolicy() if plan.offload else OffloadPolicy())
+    offload = CPUOffloadPolicy() if plan.offload else OffloadPolicy()
+    return dict(root=dict(mp_policy=root), reshard_after_forward=plan.reshard, mp_policy=mixed, offload_policy=offload)
 
 # %% ../../nbs/89a_train.fsdp.ipynb #24f2ceb8
 @patch

@@ -20,7 +20,7 @@ ranks tell each other whether they have one."""
 import torch
 from collections import defaultdict
 from contextlib import contextmanager,nullcontext
-from types import MethodType,SimpleNamespace
+from types import SimpleNamespace
 from torch.amp import GradScaler
 from fastcore.all import *
 from fastai.basics import *
