@@ -66,6 +66,12 @@ def same_draws(request):
     "Each test draws the same in each run, on whichever worker and after whichever tests it is"
     for seed in (random.seed,import_module('numpy.random').seed,import_module('torch').default_generator.manual_seed): seed(crc32(request.node.nodeid.encode()))
 
+@pytest.fixture(autouse=True)
+def small_units(request, monkeypatch):
+    "Tests of shards have models that are too small to have units by default"
+    if not (request.module.__name__.startswith('test_shard_') or request.config.getoption('--shard')): return
+    monkeypatch.setattr(import_module('fastdist.train.units').choose_units, '__defaults__', (1,))
+
 @pytest.fixture(scope='session')
 def warm():
     "Runs a launcher in a fork of a process that has torch and fastai"

@@ -221,8 +221,9 @@ def _attend(self:Sharded, shards):
     if hasattr(shards.model, 'reset'): shards.model.reset = partial(self._reset, shards, shards.model.reset)
 
 @patch
+@torch.no_grad()
 def _reset(self:Sharded, shards, run, *args, **kwargs):
-    "Call `run`, the model's `reset`, with whole parameters"
+    "Call `run`, the model's `reset`, with whole parameters, which have no graph since they are freed after it"
     with exchange('reset of the model in shards'):
         for m in shards.parts: m.unshard()
         try: return run(*args, **kwargs)
