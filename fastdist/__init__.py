@@ -74,6 +74,7 @@
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
 - `fastdist.train.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
 - `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
+- `fastdist.train.cut`: When a Learner enters its context its model is cut into shards, and its optimizer gets them
 - `fastdist.train.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.train.fsdp`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
@@ -87,10 +88,12 @@
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.train.recompute`: Activations that are computed again in the backward pass, with everything as it was the first time
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
+- `fastdist.train.shard_passes`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
 - `fastdist.train.sharded_opt`: An optimizer steps the shards of the parameters that it was made for
 - `fastdist.train.sharded_state`: A Learner's state without its tensors in shards, which ranks write and read each for itself
 - `fastdist.train.shards`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.train.terms`: Terms that callbacks add to a loss, recognised on its graph
+- `fastdist.train.together`: What is in shards becomes whole: on all ranks when the Learner leaves its context, on rank 0 for a file
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.train.units`: Modules whose parameters are gathered together when a model is sharded
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch

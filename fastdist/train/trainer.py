@@ -132,6 +132,7 @@ def _make_parts(self:DistributedTrainer, w, plan):
     job.help(self.weigh, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
+# %% ../../nbs/83_train.trainer.ipynb #7ddf1d24
 @patch
 def _put_together(self:DistributedTrainer):
     "Make a model whole that an earlier context has kept in shards, where this one has replicas"
@@ -149,6 +150,7 @@ def _layout(self:DistributedTrainer, w, plan):
     from fastdist.train.fsdp import Sharded # what it imports of torch takes half a second
     return Sharded(job, plan, self.sync_bn, self.phases.alone)
 
+# %% ../../nbs/83_train.trainer.ipynb #3e977edb
 @patch
 def _return(self:DistributedTrainer):
     super(DistributedTrainer, self)._return()
