@@ -1,5 +1,6 @@
 "What four CPU ranks with a limit on their memory train: `python benchmarks/shard_memory.py --help`"
 import resource,torch
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from fastcore.all import call_parse
@@ -39,7 +40,7 @@ def with_ddp(rank, d, n, mb):
 def in_shards(rank, d, n, mb):
     "Megabytes of parameters, gradients and state of this rank after two steps, and peaks"
     limit(mb)
-    import fastai.callback.all
+    import_module('fastai.callback.all')
     from fastai.basics import Adam,DataLoaders,Learner,noop
     data = [(x[:-1],x[1:]) for x in torch.randint(0, shards.words, (2*4,9))]
     base,model = peak(),shards.transformer(d, n)
@@ -63,7 +64,7 @@ def main(
     ranks:int=4 # Number of processes
 ):
     "Train a transformer with Adam in `ranks` processes, with DDP and in shards, with the same limit"
-    import fastdist.train.fsdp
+    import_module('fastdist.train.fsdp')
     from fastdist import on_ranks
     with torch.device('meta'): model = shards.transformer(d, n)
     whole,unit = size(model.parameters()),size(model[1].parameters())

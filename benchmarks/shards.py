@@ -1,6 +1,7 @@
 "The time of a step in shards, of fastdist and its peers side by side: `python benchmarks/shards.py --help`"
 import gc,random,torch
 from contextlib import nullcontext
+from importlib import import_module
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -104,7 +105,7 @@ class Lightning(Plain):
 class Fastai(Plain):
     "A Learner without progress bar or log"
     def fit(self, model, steps):
-        import fastai.callback.all
+        import_module('fastai.callback.all')
         from fastai.basics import DataLoaders,Learner,noop
         dls = DataLoaders.from_dsets(batches(steps, self.size), [], bs=bs, num_workers=0, device='cpu')
         learn = Learner(dls, model, loss_func=loss_func, opt_func=self.opt())
@@ -119,7 +120,7 @@ class Fastai(Plain):
 
 class Fastdist(Fastai):
     "A Learner in shards"
-    def join(self): import fastdist
+    def join(self): import_module('fastdist')
     def context(self, learn): return learn.distrib_ctx(shard=True)
 
 class FastaiTorch(Fastai):

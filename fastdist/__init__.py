@@ -87,6 +87,7 @@
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.train.recompute`: Activations that are computed again in the backward pass, with everything as it was the first time
+- `fastdist.train.rows`: Shards are rows: which rank has which, and how they are put together
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
 - `fastdist.train.shard_passes`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
 - `fastdist.train.sharded_opt`: An optimizer steps the shards of the parameters that it was made for

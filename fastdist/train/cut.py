@@ -30,6 +30,7 @@ from .units import *
 from .recompute import *
 from .compiling import *
 from .param_hooks import *
+from .rows import *
 from .shards import *
 from .shard_files import *
 from .shard_errors import *

@@ -20,9 +20,10 @@ from warnings import warn
 from fastcore.all import *
 
 # %% ../../nbs/89_train.shard_errors.ipynb #c94d4822
-_hints = {'mixed torch.Tensor and DTensor': 'parameters are in shards, and only the forward pass of `learn.model`, or of one of its units, gathers them. Call `learn.model`, make a unit of the module that you call '
-        '(transformer_cls_names_to_wrap), or use `p.full_tensor()` on all ranks',
-    'does not support deepcopy': 'the model is in shards. Copy it before or after the context, or let rank 0 write a file with `learn.save`, which is whole'}
+_mixed = ('parameters are in shards, and only the forward pass of `learn.model`, or of one of its units, gathers them. Call `learn.model`, make a unit of the module that you call '
+    '(transformer_cls_names_to_wrap), or use `p.full_tensor()` on all ranks')
+_copy = 'the model is in shards. Copy it before or after the context, or let rank 0 write a file with `learn.save`, which is whole'
+_hints = {'mixed torch.Tensor and DTensor':_mixed, 'does not support deepcopy':_copy}
 
 def shard_hint(
     e:BaseException # Raised on this rank

@@ -27,6 +27,7 @@ from fastai.basics import *
 from ..comm.control import *
 from ..comm.collectives import *
 from ..state.values import *
+from .rows import *
 from .shards import *
 
 # %% ../../nbs/89_train.shard_files.ipynb #ede86879

@@ -19,10 +19,11 @@ from types import MethodType
 from torch.distributed.tensor import DTensor
 from fastcore.all import *
 from fastai.basics import *
-from fastai.optimizer import (Lookahead,_BaseOptimizer,_update,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,qhadam_step,
+from fastai.optimizer import (Lookahead,_update,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,qhadam_step,
     radam_step,rms_prop_step,sgd_step,step_stat,weight_decay)
 from .gradients import *
 from .row_steps import *
+from .rows import *
 from .shards import *
 
 # %% ../../nbs/89_train.sharded_opt.ipynb #95978347
@@ -40,8 +41,8 @@ def _chain(opt):
 
 # %% ../../nbs/89_train.sharded_opt.ipynb #e0ccbb01
 def _set_lists(o, now):
-    groups = [g['params'] for g in o.param_groups] if isinstance(o, torch.optim.Optimizer) else o.param_lists if isinstance(o, Optimizer) and not isinstance(o, Lookahead) else []
-    for ps in groups:
+    theirs,ours = isinstance(o, torch.optim.Optimizer),isinstance(o, Optimizer) and not isinstance(o, Lookahead)
+    for ps in [g['params'] for g in o.param_groups] if theirs else o.param_lists if ours else []:
         for i,p in enumerate(ps): ps[i] = now(p)
 
 def _set_state(o, now, value):
@@ -96,15 +97,18 @@ def _step(self, closure=None):
     own = steps_by_element(self)
     for p,_,state,hyper in self.all_params(with_grad=True):
         x = _rows(p) if own else p
-        state = {k:local(v) for k,v in state.items()} if own else {k:cut_state(v, p) if isinstance(v, Tensor) and v.ndim and isinstance(p, DTensor) else v for k,v in state.items()}
+        state = {k:local(v) if own else _in_shards(v, p) for k,v in state.items()}
         for cb in self.cbs: state = _update(state, cb(x, **{**state, **hyper}))
         self.state[p] = state
+
+def _in_shards(v, p): return cut_state(v, p) if isinstance(v, Tensor) and v.ndim and isinstance(p, DTensor) else v
 
 def _rows(p):
     x = local(p)
     if x is not p: x.grad = local(p.grad)
     return x
 
+# %% ../../nbs/89_train.sharded_opt.ipynb #c8b958e0
 def _zero_grad(self):
     for p,*_ in self.all_params(with_grad=True):
         if local(p) is p: p.grad.detach_() # rows have no graph, and may be views
@@ -116,8 +120,9 @@ def step_rows(
 ):
     "Let the optimizers in `opt` step rows, until `step_whole`"
     for o in _chain(opt):
-        if isinstance(o, torch.optim.Optimizer) and 'step' not in vars(o): o.step = MethodType(torch_step, o)
-        if isinstance(o, Optimizer) and type(o).step is Optimizer.step and 'step' not in vars(o): vars(o).update(step=MethodType(_step, o), zero_grad=MethodType(_zero_grad, o))
+        if 'step' in vars(o): continue
+        if isinstance(o, torch.optim.Optimizer): o.step = MethodType(torch_step, o)
+        elif isinstance(o, Optimizer) and type(o).step is Optimizer.step: vars(o).update(step=MethodType(_step, o), zero_grad=MethodType(_zero_grad, o))
 
 def step_whole(
     opt # Of a Learner

@@ -22,6 +22,7 @@ from ..comm.collectives import *
 from ..state.packing import *
 from ..state.chunks import *
 from .gradients import *
+from .rows import *
 from .shards import *
 from .sharded_opt import *
 

@@ -21,6 +21,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..comm.collectives import *
 from .gradients import *
+from .rows import *
 from .shards import *
 from .shard_files import *
 from .shard_errors import *
