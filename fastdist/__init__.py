@@ -72,6 +72,7 @@
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
 - `fastdist.train.buckets`: Buckets in which DDP exchanges gradients, laid as they were before a run was interrupted
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
+- `fastdist.train.compiling`: Forward passes in training that torch compiles, unit by unit
 - `fastdist.train.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
 - `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
 - `fastdist.train.cut`: When a Learner enters its context its model is cut into shards, and its optimizer gets them
@@ -82,19 +83,23 @@
 - `fastdist.train.joint`: Norms that count the samples of all ranks, and parameters that are not the model's
 - `fastdist.train.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
+- `fastdist.train.param_hooks`: Hooks that the user registered on Parameters fire on what FSDP gathers in their place
 - `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.train.recompute`: Activations that are computed again in the backward pass, with everything as it was the first time
+- `fastdist.train.row_steps`: torch's optimizers and its gradient scaler, on the rows that a rank holds
 - `fastdist.train.rows`: Shards are rows: which rank has which, and how they are put together
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
+- `fastdist.train.shard_files`: Whole tensors of a file, read into shards, and models that no rank holds whole
 - `fastdist.train.shard_passes`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
 - `fastdist.train.sharded_opt`: An optimizer steps the shards of the parameters that it was made for
 - `fastdist.train.sharded_state`: A Learner's state without its tensors in shards, which ranks write and read each for itself
 - `fastdist.train.shards`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.train.terms`: Terms that callbacks add to a loss, recognised on its graph
 - `fastdist.train.together`: What is in shards becomes whole: on all ranks when the Learner leaves its context, on rank 0 for a file
+- `fastdist.train.traces`: Hooks, attributes and classes that FSDP adds, known by where they are from
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.train.units`: Modules whose parameters are gathered together when a model is sharded
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch

@@ -187,7 +187,7 @@ def test_all_ranks_together(): test_eq([o[:2] for o in on_ranks(lambda rank: lon
 def inner(learn, rank): learn.model[2].lin(torch.zeros(2,9))
 def copies(learn, rank): deepcopy(learn.model)
 
-@pytest.mark.parametrize('f,hint', [(inner,'transformer_cls_names_to_wrap'), (copies,'the model is in shards. Copy it')])
+@pytest.mark.parametrize('f,hint', [(inner,'transformer_cls_names_to_wrap'), (copies,'cannot be copied. HINT: copy it')])
 def test_what_torch_refuses_has_a_hint(f, hint):
     def run(rank):
         learn = deep()

@@ -33,7 +33,7 @@ from .param_hooks import *
 from .rows import *
 from .shards import *
 from .shard_files import *
-from .shard_errors import *
+
 from .shard_passes import *
 from .sharded_opt import *
 
@@ -210,7 +210,7 @@ def _put_back(self:CutModels, model):
 @patch
 def enter(self:CutModels, learn):
     "Cut the model of `learn` into shards; raise `ValueError` if it was kept in another number of them"
-    self.job.explain = shard_hint
+    self.job.explain = self.explain
     self._new_mesh()
     kept = vars(learn).pop('kept_in_shards', {})
     sizes = gather_objs([s.size for s in kept.values()])

@@ -144,9 +144,12 @@ def check_step(self:Sharded):
     if lost: raise RuntimeError(f'You set the gradient of {", ".join(lost[:3])} outside of a backward pass, and in shards the optimizer steps other tensors. HINT: backward(), or shard=False')
 
 # %% ../../nbs/89d_train.fsdp.ipynb #91d7a469
-_sharded = ('Before and after its forward pass, this rank has a part of each parameter of a model in shards, a DTensor. HINT: to use parameters between forward and backward pass, '
-    'distrib_ctx(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)), with which they are whole there; or shard=False')
+_sharded = ('Before and after its forward pass, this rank has a part of each parameter of a model in shards, a DTensor. HINT: call learn.model, or make a unit of the module that you call '
+    '(transformer_cls_names_to_wrap of the fsdp_plugin); to use parameters between forward and backward pass, reshard_after_forward=False; or shard=False')
+_copy = 'The model is in shards, which cannot be copied. HINT: copy it before or after the context, or let rank 0 write a file with learn.save, which is whole'
 _unused = ('A model in shards gives gradients to its parameters in a backward pass, and torch.autograd.grad with regard to them does not. HINT: backward(), or shard=False')
+
+_words = {'not have been used in the graph':_unused, 'does not support deepcopy':_copy} # torch's
 
 def _of_shards(e):
     "Return whether a tensor in shards was at hand where `e` was raised"
@@ -156,8 +159,8 @@ def _of_shards(e):
 @patch
 def explain(self:Sharded, e):
     "Add a note to `e` where it comes from a parameter in shards"
-    note = _unused if 'not have been used in the graph' in str(e) else _sharded if _of_shards(e) else None
-    if note: getattr(e, 'add_note', noop)(note)
+    note = first(v for k,v in _words.items() if k in str(e)) or (_sharded if _of_shards(e) else None)
+    if note and not getattr(e, '__notes__', None): getattr(e, 'add_note', noop)(note)
 
 # %% ../../nbs/89d_train.fsdp.ipynb #1434ec5b
 @patch

@@ -242,9 +242,8 @@ def _whole_again(self:DistributedTrainer):
     "Restore the Learner after an error in this context"
     learn,model = self.learn,self.learn.model
     try: yield
-    except BaseException as e:
+    except BaseException:
         learn.model,self._fitting = model,False
-        self.layout.explain(e)
         self.layout.give_up()
         self.unwrap()
         if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
