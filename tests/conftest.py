@@ -1,4 +1,4 @@
-import gc,os,pytest,random,sys
+import gc,os,pytest,random,signal,sys
 from binascii import crc32
 from functools import cache
 from importlib import import_module,metadata
@@ -60,6 +60,15 @@ def pytest_xdist_make_scheduler(config, log): return OneByOne(config, log)
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)
+
+_handled = signal.SIGINT,signal.SIGTERM,signal.SIGUSR1,signal.SIGCHLD
+
+@pytest.fixture(autouse=True)
+def same_handlers():
+    "What a test leaves of handlers of signals would change how the tests after it end their ranks"
+    before = [signal.getsignal(o) for o in _handled]
+    yield
+    assert [signal.getsignal(o) for o in _handled]==before
 
 @pytest.fixture(autouse=True)
 def same_draws(request):

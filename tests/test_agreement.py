@@ -96,6 +96,7 @@ def failing(rank, how, path):
         learn.fit(1, cbs=Decider())
         return learn.looked,type(learn.model) is nn.Sequential
 
+@pytest.mark.replicas # it looks at the class of the model inside
 @pytest.mark.parametrize('how,mine', dict(error='ZeroDivisionError None', interrupt='KeyboardInterrupt None', stuck='RankError 1').items())
 def test_the_others_leave_a_vote_that_one_does_not_come_to(how, mine, tmp_path):
     test_eq(on_ranks(lambda rank: failing(rank, how, tmp_path), 3, join=False), [(5,True)]*3)
@@ -133,6 +134,7 @@ def leaves_early(rank):
         try: learn.fit(1)
         except RankError as e: return str(e)
 
+@pytest.mark.replicas # in shards it is found where the model is put together
 def test_a_rank_that_left_is_named(): assert on_ranks(leaves_early, join=False)[0].startswith('rank 1 failed:\nit left')
 
 def outside_a_fit(rank):

@@ -242,6 +242,7 @@ def test_outside_a_context_nobody_waits():
     for join in (True,False): test_eq(on_ranks(f, 3, join=join), ['models/zero.pth','models/one.pth','models/zero.pth'])
     test_eq((files(),files('models')), (['models','zero.pkl'],['zero.pth']))
 
+@pytest.mark.replicas # one rank alone cannot do it in shards
 def test_rank_0_alone_inside():
     def f(rank):
         learn = digits(path='.')
@@ -258,6 +259,7 @@ class Keeper(Callback):
     def after_epoch(self): self.learn.save('kept')
     def after_fit(self): self.learn.load('kept')
 
+@pytest.mark.replicas # one rank alone cannot do it in shards
 def test_a_callback_of_rank_0():
     def f(rank):
         learn = digits(n=90, path='.')
@@ -269,6 +271,7 @@ def test_a_callback_of_rank_0():
     a,b = on_ranks(f, join=False)
     test_eq(a, b)
 
+@pytest.mark.replicas # one rank alone cannot do it in shards
 def test_loading_on_one_rank_does_not_wait():
     def f(rank):
         learn,text = digits(path='.'),language_model()

@@ -67,5 +67,6 @@ def own_group(
 ): # `None` where the backend is not gloo
     "Return another process group of the ranks that rows are shared out to"
     if dist.get_backend()!='gloo': return
-    groups = [dist.new_group(o.tolist()) for o in mesh.mesh.view(-1, mesh.size(-1))] # all ranks make all groups
+    timeout = dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout
+    groups = [dist.new_group(o.tolist(), timeout) for o in mesh.mesh.view(-1, mesh.size(-1))] # all ranks make all groups
     return groups[dist.get_rank()//mesh.size(-1)]
