@@ -43,7 +43,7 @@
 - `fastdist.job.group`: Join a process to its job, and undo that
 - `fastdist.job.options`: Options of Accelerate, honoured or refused
 - `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
-- `fastdist.job.sharding`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`
+- `fastdist.job.shard_plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`
 - `fastdist.job.spawn`: Ranks that a head process starts, watches and ends
 - `fastdist.job.store`: The key-value store in which the ranks of a job meet
 - `fastdist.job.tracebacks`: Short tracebacks, printed by one rank

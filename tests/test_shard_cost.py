@@ -5,7 +5,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastcore.test import test_eq
 from fastdist import *
-from fastdist.job.sharding import ShardPlan
+from fastdist.job.shard_plan import ShardPlan
 from fastdist.train.gradients import local
 from fastdist.train.units import choose_units
 from collectives import counting

@@ -32,7 +32,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..job.options import *
-from ..job.sharding import *
+from ..job.shard_plan import *
 from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.reduction import *
