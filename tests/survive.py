@@ -7,7 +7,7 @@ from fastdist import *
 from fastdist.data.order import order_state
 from fastdist.state.folder import States
 from fastdist.state.progress import values
-from fastdist.state.run import fits_done
+from fastdist.state.fits import fits_done
 from fastdist.state.snapshot import named_callbacks,same_value,snapshot
 from fastdist.state.values import copied
 

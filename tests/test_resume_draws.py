@@ -2,7 +2,7 @@
 import pytest,torch
 from fastai.basics import *
 from fastdist import *
-from fastdist.state import run as fit_run
+from fastdist.state import fits as fit_counts,run as fit_run
 
 class Noisy:
     def __len__(self): return 32
@@ -19,7 +19,7 @@ def noting(seen, at):
 
 def script(path, seen, fits, at=None):
     "A script of a user, in a process of its own"
-    fit_run._last.clear()
+    fit_counts._last.clear()
     set_seed(1)
     learn = Learner(DataLoaders.from_dsets(Noisy(), Noisy(), bs=4, num_workers=0), nn.Linear(1,1), loss_func=MSELossFlat(), lr=1e-3)
     for i in range(fits):

@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.training import GradientAccumulation,GradientClip
 from fastdist import *
-from fastdist.state import chunks,resume,run as fit_run
+from fastdist.state import chunks,fits,resume,run as fit_run
 from fastdist.state.chunks import map_tensors
 from collectives import counting
 from survive import *
@@ -66,7 +66,7 @@ def local(t): return getattr(t, '_local_tensor', t)
 
 def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
     "Fit two epochs of five batches on this rank in shards, unless it ends before step `n`; return weights, losses and the optimizer's state"
-    fit_run._last.clear()
+    fits._last.clear()
     set_seed(3)
     dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=6//size, num_workers=0, device='cpu')
     cbs = [Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]]
@@ -87,7 +87,7 @@ def local(t): return getattr(t, '_local_tensor', t)
 
 def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
     "Fit two epochs of five batches on this rank in shards, unless it ends before step `n`; return weights, losses and the optimizer's state"
-    fit_run._last.clear()
+    fits._last.clear()
     set_seed(3)
     dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=6//size, num_workers=0, device='cpu')
     cbs = [Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]]

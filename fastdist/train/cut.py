@@ -134,7 +134,7 @@ def _cut(self:CutModels, model):
     units,whole = choose_units(model, self.plan),self._whole_params(model)
     check_units(model, units, whole)
     check_hooks(model)
-    self.cut[model] = res = Shards(model, units, whole, self._carrier(model, units, whole), self._over(model, units), **self._how())
+    self.cut[model] = res = ReadableShards(model, units, whole, self._carrier(model, units, whole), self._over(model, units), **self._how())
     fill = partial(self._fill, {id(t) for n,t in named_tensors(model).items() if n in empty})
     with exchange('the model, which is cut into shards'):
         res.put_on(self.mesh, fill, self.own)
