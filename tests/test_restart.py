@@ -39,7 +39,8 @@ def test_torchrun_goes_on_with_fewer_nodes(warm, tmp_path):
         stays,_ = pool.submit(agent, '1:agent:30'),await_that(lambda: served(meets[0]), 30)
         pool.submit(agent, '1:agent:30', -9).result()
         out,err = stays.result()
-    assert '2 ranks on 2 nodes' in out and 'goes on in fit 1' in out and 'it ended without a word' in err
+    assert '2 ranks on 2 nodes' in out and 'goes on in fit 1' in out
+    assert 'it ended without a word' in err or 'because rank 1 failed' in err # torch interrupts a rank whose agent has died, which may come before the kill
     for a,b in zip(numbers(tmp_path), undisturbed(2)): test_close(a, b, 1e-4)
 
 def served(at):
