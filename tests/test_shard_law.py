@@ -143,7 +143,9 @@ few = 'evaluated shown streamed norm window tuned few steps'.split()
 
 @pytest.mark.slow
 @pytest.mark.parametrize('size', (2,3))
-def test_the_law(size): check(size, ways)
+def test_the_law(size):
+    "All ways on two ranks, every second one on three; their remainders are in test_exact too"
+    check(size, ways if size==2 else dict([*ways.items()][::2]))
 
 def test_four_ranks(): check(4, {k:ways[k] for k in few}|{k:optimizers[k] for k in ('sgd','adam','larc','lamb')})
 
