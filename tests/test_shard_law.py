@@ -8,6 +8,7 @@ from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_lm_config,language
 from fastai.vision.all import *
 from fastdist import *
 from compare import difference
+from test_gradients import Penalty
 from test_preds import pictures
 import learners
 
@@ -64,14 +65,6 @@ class SAM(Callback):
         self.opt.zero_grad()
         self.loss_func(self.model(*self.xb), *self.yb).backward()
 
-class Sharp(Callback):
-    "A penalty on the gradient with respect to what goes in"
-    def before_batch(self): self.learn.xb = self.xb[0].requires_grad_(),
-    def after_loss(self):
-        if not self.training: return
-        g, = torch.autograd.grad(self.pred.sum(), self.xb[0], create_graph=True)
-        self.learn.loss_grad = self.loss_grad+.1*g.square().sum(1).mean()
-
 class Small(Callback):
     "A penalty on weights"
     def after_loss(self):
@@ -85,7 +78,7 @@ optimizers = dict(sgd=of(SGD), momentum=of(partial(SGD, mom=.9, wd=.1)), rms=of(
 ways = dict(norm=case(partial(small, n=36, bn=True)), window=case(cbs=lambda: [GradientAccumulation(24),*clipped()]),
     frozen=case(partial(small, splitter=parts, opt=Adam), f=thawed), tuned=case(partial(small, splitter=parts, opt=adamw), f=tuned),
     thawed=case(partial(small, splitter=parts), cbs=lambda: Thaw(), f=lambda o: (o.freeze(), o.fit(2, .05))), cycle=case(f=lambda o: o.fit_one_cycle(2, .05)),
-    few=case(partial(small, n=2)), sam=case(cbs=lambda: SAM()), sharp=case(cbs=lambda: Sharp()), penalty=case(cbs=lambda: Small(), fsdp_plugin=whole_between))
+    few=case(partial(small, n=2)), sam=case(cbs=lambda: SAM()), sharp=case(cbs=lambda: Penalty()), penalty=case(cbs=lambda: Small(), fsdp_plugin=whole_between))
 def language(bs):
     set_seed(3)
     dls = TextDataLoaders.from_df(learners.texts()[:40], is_lm=True, bs=bs, seq_len=8, **learners.tok)

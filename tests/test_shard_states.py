@@ -80,29 +80,9 @@ class InEpochs(Callback):
     def before_fit(self): self.learn.recorder.train_metrics = True
 
 window = dict(cbs=[partial(GradientAccumulation, 18),InEpochs])
-kinds = dict(ranger=dict(opt=ranger), larc=dict(opt=Larc), wrapped=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)),
-    tied=dict(mk=tied), window=window, of_replicas=window|dict(shard=False))
-
-def local(t): return getattr(t, '_local_tensor', t)
-
-def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
-    "Fit two epochs of five batches on this rank in shards, unless it ends before step `n`; return weights, losses and the optimizer's state"
-    fits._last.clear()
-    set_seed(3)
-    dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=6//size, num_workers=0, device='cpu')
-    cbs = [Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]]
-    learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt, lr=.05, cbs=cbs)
-    with suppress(InterruptedError), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**dict(shard=True)|how): learn.fit(2)
-    for o in fit_run._writers.values(): o.wait()
-    return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(snapshot(learn, 'opt')['opt'], local)
-
-class InEpochs(Callback):
-    "Has states made between epochs only, where a window of batches may be open"
-    def before_fit(self): self.learn.recorder.train_metrics = True
-
 kinds = dict(ranger=dict(opt=ranger), larc=dict(opt=Larc), wrapped=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), tied=dict(mk=tied),
     window=dict(cbs=[partial(GradientAccumulation, 18)]), clipped=dict(cbs=[partial(GradientClip, .1)]), batches=dict(gradient_accumulation_steps=2),
-    open_window=dict(cbs=[partial(GradientAccumulation, 18),InEpochs]), of_replicas=dict(cbs=[partial(GradientAccumulation, 18),InEpochs], shard=False))
+    open_window=window, of_replicas=window|dict(shard=False))
 
 def test_all_kinds(tmp_path):
     "To the bit, with dropout, several optimizers, tied weights, and a window of accumulation that is open where the training goes on"

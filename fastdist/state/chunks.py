@@ -91,7 +91,7 @@ def await_chunks(
     patience:float=60. # Seconds in which nothing grows there
 )->list: # The notes, in rank order
     "Wait until all ranks have written their chunks; raise `OSError` where one has failed, has ended or is not seen to write"
-    seen,since = None,time.monotonic()
+    seen,since,pause = None,time.monotonic(),.01
     while True:
         now = {o.name:o.stat().st_size for o in os.scandir(folder)}
         missing = [r for r in range(n) if f'__{r}.json' not in now]
@@ -99,7 +99,7 @@ def await_chunks(
         if now!=seen: seen,since = now,time.monotonic()
         why = _trouble(now, missing, lost(), time.monotonic()-since>patience and patience)
         if why: raise OSError(errno.EIO, why, str(folder))
-        time.sleep(.01)
+        time.sleep(pause := min(1.5*pause, .5)) # files are all that ranks of several nodes share, and a look costs their server
 
 def _trouble(now, missing, lost, late):
     failed = [r for r in missing if f'__{r}.failed' in now]

@@ -31,7 +31,7 @@ from .recompute import *
 from .compiling import *
 from .param_hooks import *
 from .rows import *
-from .shards import *
+
 from .shard_files import *
 
 from .shard_passes import *

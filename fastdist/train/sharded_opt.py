@@ -24,7 +24,6 @@ from fastai.optimizer import (Lookahead,_update,adam_step,average_grad,average_s
 from .gradients import *
 from .row_steps import *
 from .rows import *
-from .shards import *
 
 # %% ../../nbs/524_train.sharded_opt.ipynb #95978347
 _by_element = sgd_step,weight_decay,l2_reg,average_grad,average_sqr_grad,momentum_step,rms_prop_step,step_stat,adam_step,radam_step,qhadam_step

@@ -23,7 +23,7 @@ from ..state.packing import *
 from ..state.chunks import *
 from .gradients import *
 from .rows import *
-from .shards import *
+
 from .sharded_opt import *
 
 # %% ../../nbs/525_train.sharded_state.ipynb #56d5a4bd

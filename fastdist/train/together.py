@@ -22,7 +22,7 @@ from fastai.basics import *
 from ..comm.collectives import *
 from .gradients import *
 from .rows import *
-from .shards import *
+
 from .shard_files import *
 
 from .sharded_opt import *
