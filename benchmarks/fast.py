@@ -43,7 +43,7 @@ class Fastdist(Fastai):
         super().__init__(rank, size)
         import_module('fastdist')
 
-    def context(self, learn): return learn.distrib_ctx(sync_bn=self.sync_bn)
+    def context(self, learn): return learn.distrib_ctx(sync_bn=self.sync_bn, desync_check=self.exchange)
 
 class FastdistSyncBN(Fastdist):
     "fastdist as it is by default, with batch norm over all ranks"

@@ -46,7 +46,7 @@ def no_exchange():
 
 class Peer:
     "Base of what is compared: `fit` trains a model for some epochs of `train` steps a rank, each followed by `valid` steps of validation, if any"
-    lr = 1e-2
+    lr,exchange = 1e-2,True
     def __init__(self, rank, size): self.rank,self.size = rank,size
 
     def __call__(self, what, work, *args):
@@ -60,6 +60,7 @@ class Peer:
         "Timings, and a number that tells whether the weights are the same on all ranks"
         marks = []
         model.register_forward_pre_hook(lambda m,_: marks.append((perf_counter(), m.training)))
+        self.exchange = exchange
         with nullcontext() if exchange else no_exchange(): self.fit(model, w, train, valid, epochs)
         return timings(marks, train, valid), sum(p.abs().sum().item() for p in model.parameters())
 
