@@ -32,6 +32,7 @@
 - `fastdist.evaluate.metrics`: Metrics and losses of all ranks, merged in one exchange
 - `fastdist.evaluate.predictions`: Predictions of `get_preds` from all ranks, in the order of the data set
 - `fastdist.evaluate.record`: The same recorded numbers on all ranks after each epoch
+- `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
 - `fastdist.evaluate.reduction`: The reduction of a Learner's loss over a batch, found by all ranks together
 - `fastdist.evaluate.trial`: Trials of a user's code on copies, without side effects
 - `fastdist.evaluate.value`: The value of a metric, computed on rank 0 and held on all ranks
@@ -73,6 +74,7 @@
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
 - `fastdist.train.buckets`: Buckets in which DDP exchanges gradients, laid as they were before a run was interrupted
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
+- `fastdist.train.calls`: What fastai does around each event of a callback, planned before the event
 - `fastdist.train.compiling`: Forward passes in training that torch compiles, unit by unit
 - `fastdist.train.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
 - `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
@@ -83,6 +85,7 @@
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
 - `fastdist.train.joint`: Norms that count the samples of all ranks, and parameters that are not the model's
 - `fastdist.train.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
+- `fastdist.train.lean`: The step that ranks run, for a plain Learner in one process
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
 - `fastdist.train.param_hooks`: Hooks that the user registered on Parameters fire on what FSDP gathers in their place
 - `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks
@@ -98,6 +101,7 @@
 - `fastdist.train.sharded_opt`: An optimizer steps the shards of the parameters that it was made for
 - `fastdist.train.sharded_state`: A Learner's state without its tensors in shards, which ranks write and read each for itself
 - `fastdist.train.shards`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
+- `fastdist.train.step`: A batch through the Learner, with plain tensors between the loader and the loss
 - `fastdist.train.terms`: Terms that callbacks add to a loss, recognised on its graph
 - `fastdist.train.together`: What is in shards becomes whole: on all ranks when the Learner leaves its context, on rank 0 for a file
 - `fastdist.train.traces`: Hooks, attributes and classes that FSDP adds, known by where they are from

@@ -16,6 +16,7 @@ import traceback
 from fastcore.all import *
 from fastai.basics import *
 from .proxy import *
+from .calls import *
 from .events import *
 
 # %% ../../nbs/535_train.agreement.ipynb #0d89f81c
@@ -29,20 +30,9 @@ class AgreeingCallback(WrapperCallback):
 
 # %% ../../nbs/535_train.agreement.ipynb #afd54dd1
 @patch
-def _backward(self:AgreeingCallback):
-    "fastai's `Learner._backward`, without a round through the Python of its tensor types"
-    torch.autograd.backward(self.learn.loss_grad)
-
-@patch
 def _in_batch(self:AgreeingCallback, f, event_type, ex, final):
-    "Call `f` and the events around it, as fastai's `Learner._with_events` does"
-    call = self.learn._call_one
-    try:
-        call('before_'+event_type)
-        self._agreed(f)
-    except ex: call('after_cancel_'+event_type)
-    call('after_'+event_type)
-    final()
+    "Call `f` and the events around it; what cancels is settled with all ranks first"
+    run_events(self.learn._call_one, partial(self._agreed, f), event_type, ex, final)
 
 # %% ../../nbs/535_train.agreement.ipynb #cf88aa73
 @patch
@@ -111,7 +101,7 @@ def _without_batch(self:AgreeingCallback):
 
 @patch
 def _without(self:AgreeingCallback, event_name):
-    for cb,_,votes in self._events.of(event_name):
+    for cb,votes,_ in self._events.of(event_name):
         if cb is self.evaluate and event_name=='after_batch': cb.catch_up()
         if votes: self._vote(None, f'a vote after {type(cb).__name__}.{event_name}')
 

@@ -41,6 +41,7 @@ from ..state.resume import *
 from .context import *
 from .process import *
 from .accumulate import *
+from .step import *
 from .events import *
 from .consistency import *
 from .agreement import *
@@ -75,7 +76,7 @@ class DistributedTrainer(AgreeingCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, _plain=False, compares=False)
+        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, _plain=False, compares=False)
 
     @property
     def size(self):
@@ -106,6 +107,7 @@ def _lend(self:DistributedTrainer):
     self._make_parts(w, plan)
     if w.size>1: self._enter()
     super(DistributedTrainer, self)._lend()
+    if w.size>1: self.step.lend()
 
 @patch
 def _enter(self:DistributedTrainer):
@@ -123,7 +125,7 @@ def _enter(self:DistributedTrainer):
 def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
     self._events = Events(learn, w.rank)
-    self._plain = all(getattr(type(learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__'))
+    self._plain,self.step = all(getattr(type(learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__')),LeanStep(learn)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
     self.layout = self._layout(w, plan)
     weights = Weights(self.phases, Reduction(learn, w))
@@ -153,6 +155,7 @@ def _layout(self:DistributedTrainer, w, plan):
 # %% ../../nbs/536_train.trainer.ipynb #3e977edb
 @patch
 def _return(self:DistributedTrainer):
+    if self.step: self.step.take_back()
     super(DistributedTrainer, self)._return()
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
@@ -218,7 +221,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self.size==1: return run(f, event_type, ex, final)
     if self._plain and event_type=='batch': f = partial(self._on_batch, f)
     if event_type=='step': f = self.layout.counted(f)
-    if event_type=='backward' and getattr(f, '__func__', None) is Learner._backward: f = self._backward
+
     if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
     if event_type in ('train','validate'): f = partial(self.phases.go_over, f, self.learn.dl)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
