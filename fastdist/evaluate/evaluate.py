@@ -72,9 +72,10 @@ def _silence(self:Evaluate, mets):
 @patch
 def _loss_numbers(self:Evaluate, n):
     "Return numerator, denominator and size of this batch, `None` if its loss is a mean over samples"
-    (summed,counts),l = self.reduction.kind,self.learn.loss.detach().as_subclass(torch.Tensor) if len(self.learn.yb) else None
-    if l is None or l.ndim or not (summed or counts): return
-    v = 1. if summed else normaliser(self.learn.loss_func, self.learn.yb[0].as_subclass(torch.Tensor))
+    summed,counts = self.reduction.kind
+    if not len(self.learn.yb) or not (summed or counts) or self.learn.loss.ndim: return
+    with torch._C.DisableTorchFunctionSubclass(): l,y = self.learn.loss.detach(),self.learn.yb[0]
+    v = 1. if summed else normaliser(self.learn.loss_func, y if type(y) is torch.Tensor else y.as_subclass(torch.Tensor))
     if v is None: return
     if l.device.type=='cpu': return [l.item()*v if v else 0., v, n]
     v = torch.as_tensor(v, device=l.device)

@@ -54,8 +54,9 @@ class LeanStep:
     "Methods of a step that give what fastai's give, lent to a Learner where it has fastai's own"
     _lent = '_set_device','_split','_do_one_batch','_backward'
     def __init__(self,
-        learn:Learner # It has them from `lend` to `take_back`
-    ): self.learn,self.dls,self.model,self.loss_func,self.loss = learn,None,None,None,None
+        learn:Learner, # It has them from `lend` to `take_back`
+        alone=True # Whether nobody else looks at the backward pass
+    ): self.alone,self.learn,self.dls,self.model,self.loss_func,self.loss = alone,learn,None,None,None,None
 
     def lend(self):
         "Lend the methods"
@@ -99,8 +100,7 @@ def _do_one_batch(self:LeanStep):
 
 @patch
 def _backward(self:LeanStep):
-    l,g = self.learn.loss_grad,None
+    l = self.learn.loss_grad
     if not isinstance(l, Tensor): return l.backward()
-    if type(l) is TensorBase and l.numel()==1:
-        with plain(): g = torch.ones_like(l)
-    torch.autograd.backward(l, g)
+    if type(l) is TensorBase and self.alone: l = untyped(l) # torch would begin the pass in Python, for each type of its own
+    torch.autograd.backward(l)

@@ -125,7 +125,7 @@ def _enter(self:DistributedTrainer):
 def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
     self._events = Events(learn, w.rank)
-    self._plain,self.step = all(getattr(type(learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__')),LeanStep(learn)
+    self._plain,self.step = all(getattr(type(learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__')),LeanStep(learn, alone=False)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
     self.layout = self._layout(w, plan)
     weights = Weights(self.phases, Reduction(learn, w))

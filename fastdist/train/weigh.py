@@ -26,6 +26,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
+from ..evaluate.recorder import *
 from .proxy import *
 from .gradients import *
 from .terms import *
@@ -109,6 +110,7 @@ def batch_pass(self:Weigh, run, t, g):
         f = w*self._in_window(d)
         if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         self._add_up(w, d)
+        if type(t) is TensorBase: t = untyped(t) # torch would begin the pass in Python, for each type of its own
     with aside(self.layout.trained.active) if self.added and not self.window else nullcontext():
         self.layout.backward(run, t, g, self.sent.sums)
         self._exchange()
