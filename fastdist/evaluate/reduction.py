@@ -39,6 +39,11 @@ class Reduction:
         return self.asked[id(f)]
 
     @property
+    def is_told(self):
+        "Whether there is nothing left to ask of the Learner's loss"
+        return getattr(self.asked.get(id(self.learn.loss_func)), 'told', False)
+
+    @property
     def kind(self):
         "Whether the loss is a sum, and whether its mean has a normaliser"
         f = self.learn.loss_func

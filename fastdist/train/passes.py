@@ -40,7 +40,7 @@ class Passes(JobCallback):
 
     def ask(self):
         "Find out how the loss reduces, right after it was computed"
-        if self.due: self.reduction.ask(self.learn if self.weights.part else None)
+        if self.due and not self.reduction.is_told: self.reduction.ask(self.learn if self.weights.part else None)
 
     def batch_pass(self,
         run:callable, # The backward pass, called as `run(t, g)`

@@ -212,17 +212,21 @@ def unwrap(self:DistributedTrainer):
     for m in self.learn.metrics: vars(m).pop('accumulate', None)
 
 # %% ../../nbs/536_train.trainer.ipynb #84d4eb99
+_of_step = frozenset(['batch','backward','step'])
+
+@patch
+def _of_ranks(self:DistributedTrainer, f, event_type):
+    return partial(self._on_batch, f) if event_type=='batch' else self.layout.counted(f) if event_type=='step' else f
+
 @patch
 def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
-    run = super(DistributedTrainer, self)._on_with_events
     if self._events.alone: return self._aside(f, event_type, ex, final)
+    if event_type in _of_step and self._plain and self.size>1: return self._in_batch(self._of_ranks(f, event_type), event_type, ex, final)
+    run = super(DistributedTrainer, self)._on_with_events
     inner = self._fitting or bool(self.phases.open)
     if event_type in ('train','validate'): run = partial(self._in_phase, run)
     if self.size==1: return run(f, event_type, ex, final)
-    if self._plain and event_type=='batch': f = partial(self._on_batch, f)
-    if event_type=='step': f = self.layout.counted(f)
-
-    if self._plain and event_type in ('batch','backward','step'): return self._in_batch(f, event_type, ex, final)
+    f = self._of_ranks(f, event_type) if event_type=='step' else f
     if event_type in ('train','validate'): f = partial(self.phases.go_over, f, self.learn.dl)
     f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or inner: return run(f, event_type, ex, final)

@@ -63,7 +63,7 @@ def before_batch(self:Weigh):
     "Tell norms what part of the global batch the batch is"
     if self.weights.empty:
         for m in self.learn.metrics: vars(m).pop('accumulate', None) # they were silent for one batch
-    self.weights.empty = False
+    self.weights.begin()
     self._tell()
 
 @patch
@@ -103,8 +103,8 @@ def around_loss(self:Weigh,
 @patch
 def batch_pass(self:Weigh, run, t, g):
     "Run the backward pass over the loss `t` of the batch, weighed"
+    self.ask()
     self.due = False
-    self.reduction.ask(self.learn if self.weights.part else None)
     with torch._C.DisableTorchFunctionSubclass(): # fastai's tensor types cost more here than the arithmetic
         w,d = self.weights.of_batch()
         f = w*self._in_window(d)
@@ -165,9 +165,11 @@ def _read(self:Weigh, mean):
     sent = self.sent
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
     if self.window.callback: self._count(*mean.tolist())
-    elif not self.reduction.kind[0]: divide_grads(self.layout.trained.active, den/sent.scales)
+    elif not _is_one(den/sent.scales) and not self.reduction.kind[0]: divide_grads(self.layout.trained.active, den/sent.scales)
     if not self.window: self.learn.loss = self.known = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
     sent.sums,sent.scales = 0.,0.
+
+def _is_one(d): return isinstance(d, float) and abs(d-1)<1e-6
 
 # %% ../../nbs/532_train.weigh.ipynb #5fec2e93
 @patch

@@ -34,12 +34,19 @@ class Weights:
 
     def reset(self):
         "Forget what belongs to a fit"
-        self.per_sample,self.empty = None,False
+        self.per_sample,self.empty,self.known = None,False,(None,)*3
+
+    def begin(self):
+        "Begin a batch: note its planned weight, which is asked for several times"
+        learn = self.phases.learn
+        self.empty,self.known = False,(vars(learn).get('dl'), vars(learn).get('iter'), self.phases.weight)
 
     @property
     def part(self):
         "Planned samples of this rank over the mean of all ranks; 0 for a sample that only makes the step"
-        return 0. if self.empty else self.phases.weight
+        if self.empty: return 0.
+        at,(dl,i,weight) = vars(self.phases.learn),self.known
+        return weight if dl is not None and at.get('dl') is dl and at.get('iter')==i else self.phases.weight
 
     @property
     def samples(self):
@@ -55,10 +62,10 @@ class Weights:
 @patch
 def of_batch(self:Weights)->tuple: # Two numbers, or tensors on a GPU
     "Return the weight of the loss, and its part of the denominator"
-    learn,n,(summed,counts) = self.phases.learn,self.phases.size,self.reduction.kind
-    if summed: return (float(n) if self.part else 0.),1.
+    learn,n,(summed,counts),part = self.phases.learn,self.phases.size,self.reduction.kind,self.part
+    if summed: return (float(n) if part else 0.),1.
     v = self._counted(learn.loss_func, learn.yb[0]) if counts else None
-    if v is None or not self.part: return (self.samples,)*2
+    if v is None or not part: return (self.samples,)*2
     w = v*(n/(batch_total(self.phases.source, learn.iter)*self.per_sample))
     return w,w
 
