@@ -28,6 +28,7 @@ from .metrics import *
 from .predictions import *
 from .activations import *
 from .record import *
+from .recorder import *
 
 # %% ../../nbs/310_evaluate.evaluate.ipynb #1c043ca8
 class Evaluate(JobCallback):
@@ -73,9 +74,8 @@ def _silence(self:Evaluate, mets):
 def _loss_numbers(self:Evaluate, n):
     "Return numerator, denominator and size of this batch, `None` if its loss is a mean over samples"
     summed,counts = self.reduction.kind
-    if not len(self.learn.yb) or not (summed or counts) or self.learn.loss.ndim: return
-    with torch._C.DisableTorchFunctionSubclass(): l,y = self.learn.loss.detach(),self.learn.yb[0]
-    v = 1. if summed else normaliser(self.learn.loss_func, y if type(y) is torch.Tensor else y.as_subclass(torch.Tensor))
+    if not len(self.learn.yb) or not (summed or counts) or (l := untyped(self.learn.loss)).ndim: return
+    v = 1. if summed else normaliser(self.learn.loss_func, untyped(self.learn.yb[0]))
     if v is None: return
     if l.device.type=='cpu': return [l.item()*v if v else 0., v, n]
     v = torch.as_tensor(v, device=l.device)
