@@ -86,6 +86,7 @@
 - `fastdist.train.joint`: Norms that count the samples of all ranks, and parameters that are not the model's
 - `fastdist.train.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.train.lean`: The step that ranks run, for a plain Learner in one process
+- `fastdist.train.lists`: fastai's optimizers step lists of tensors
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
 - `fastdist.train.param_hooks`: Hooks that the user registered on Parameters fire on what FSDP gathers in their place
 - `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks

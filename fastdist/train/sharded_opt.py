@@ -22,6 +22,7 @@ from fastai.basics import *
 from fastai.optimizer import (Lookahead,_update,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,qhadam_step,
     radam_step,rms_prop_step,sgd_step,step_stat,weight_decay)
 from .gradients import *
+from .lists import *
 from .row_steps import *
 from .rows import *
 
@@ -33,10 +34,6 @@ def steps_by_element(
 )->bool:
     "Return whether `opt` is fastai's, with its own `step`, and treats each element of a parameter by itself"
     return isinstance(opt, Optimizer) and type(opt).step is Optimizer.step and all(getattr(cb, 'func', cb) in _by_element for cb in opt.cbs)
-
-def _chain(opt):
-    "Return `opt` and the optimizers inside of it"
-    return [] if opt is None else [opt, *_chain(vars(opt).get('opt'))]
 
 # %% ../../nbs/524_train.sharded_opt.ipynb #e0ccbb01
 def _set_lists(o, now):
@@ -57,11 +54,11 @@ def retie(
     value:callable # Called with a tensor of the state and the parameter it belongs to; returns what takes its place
 ):
     "Exchange the parameters of `opt`, and the tensors of its state"
-    for o in _chain(opt):
+    for o in opts_in(opt):
         if isinstance(o, Lookahead) and o.slow_weights:
             for ws,ps in zip(o.slow_weights, o.param_lists):
                 for i,(w,p) in enumerate(zip(ws, ps)): ws[i] = value(w, p)
-    for o in _chain(opt):
+    for o in opts_in(opt):
         if 'state' in vars(o): _set_state(o, now, value)
         _set_lists(o, now)
 
@@ -72,7 +69,7 @@ def opt_shards(
 )->dict: # Depth of the optimizer, name of the parameter, key -> rows, and the parameter
     "Return the tensors in the state of `opt` that are in shards"
     res = {}
-    for d,o in enumerate(_chain(opt)):
+    for d,o in enumerate(opts_in(opt)):
         held = [(p,k,v) for p,s in (vars(o).get('state') or {}).items() if isinstance(s, dict) for k,v in s.items()]
         if isinstance(o, Lookahead): held += [(p,'slow_weights',w) for ws,ps in zip(o.slow_weights or [], o.param_lists) for w,p in zip(ws, ps)]
         res |= {(d,names[id(p)],k):(v,p) for p,k,v in held if id(p) in names and isinstance(v, Tensor) and v.ndim and local(v).shape==local(p).shape}
@@ -91,7 +88,7 @@ def cut_state(
 # %% ../../nbs/524_train.sharded_opt.ipynb #b2775937
 @torch.no_grad()
 def _step(self, closure=None):
-    "Take a step as `Optimizer.step` does, on this rank's rows where each element is treated by itself"
+    "Take a step as `Optimizer.step` does, of one parameter after the other, on this rank's rows where each element is treated by itself"
     if closure is not None: raise NotImplementedError('fastai\'s optimizers do not support a closure')
     own = steps_by_element(self)
     for p,_,state,hyper in self.all_params(with_grad=True):
@@ -107,27 +104,23 @@ def _rows(p):
     if x is not p: x.grad = local(p.grad)
     return x
 
-# %% ../../nbs/524_train.sharded_opt.ipynb #c8b958e0
-def _zero_grad(self):
-    for p,*_ in self.all_params(with_grad=True):
-        if local(p) is p: p.grad.detach_() # rows have no graph, and may be views
-        local(p.grad).zero_()
-
 # %% ../../nbs/524_train.sharded_opt.ipynb #53913dbb
 def step_rows(
     opt # Of a Learner
 ):
     "Let the optimizers in `opt` step rows, until `step_whole`"
-    for o in _chain(opt):
+    for o in opts_in(opt):
         if 'step' in vars(o): continue
         if isinstance(o, torch.optim.Optimizer): o.step = MethodType(torch_step, o)
-        elif isinstance(o, Optimizer) and type(o).step is Optimizer.step: vars(o).update(step=MethodType(_step, o), zero_grad=MethodType(_zero_grad, o))
+        elif isinstance(o, Optimizer) and type(o).step is Optimizer.step:
+            lists = ListSteps(o, _rows, steps_by_element, MethodType(_step, o))
+            vars(o).update(step=lists.step, zero_grad=lists.zero_grad)
 
 def step_whole(
     opt # Of a Learner
 ):
     "Undo `step_rows`"
-    for o in _chain(opt):
-        f = getattr(vars(o).get('step'), '__func__', None)
-        if f in (_step,torch_step): del o.step
-        if f is _step: del o.zero_grad
+    for o in opts_in(opt):
+        f = vars(o).get('step')
+        if getattr(getattr(f, '__self__', None), 'row', None) is _rows: del o.step,o.zero_grad
+        elif getattr(f, '__func__', None) is torch_step: del o.step
