@@ -21,6 +21,7 @@ from ..data.loader import *
 from .proxy import *
 from .calls import *
 from .events import *
+from .lists import *
 from .step import *
 
 # %% ../../nbs/542_train.lean.ipynb #ee5320e3
@@ -47,8 +48,8 @@ def _on_call_one(self:Lean, event_name):
 
 @patch
 def _on_with_events(self:Lean, f, event_type, ex, final=noop):
-    if event_type in ('batch','backward','step'): run_events(self.learn._call_one, f, event_type, ex, final)
-    else: type(self.learn)._with_events(self.learn, f, event_type, ex, final)
+    if event_type in ('batch','backward','step'): return run_events(self.learn._call_one, f, event_type, ex, final)
+    with lists_ctx(self.learn.opt if event_type=='fit' else None): type(self.learn)._with_events(self.learn, f, event_type, ex, final)
 
 @patch
 def _on_all_batches(self:Lean):

@@ -41,6 +41,7 @@ from ..state.resume import *
 from .context import *
 from .process import *
 from .accumulate import *
+from .lists import *
 from .step import *
 from .events import *
 from .consistency import *
@@ -76,7 +77,7 @@ class DistributedTrainer(AgreeingCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, _plain=False, compares=False)
+        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, _plain=False, compares=False)
 
     @property
     def size(self):
@@ -171,6 +172,7 @@ def wrap(self:DistributedTrainer):
     self.phases.check_steps()
     self.weigh.begin(self._window())
     self._events.windowed,self._events.known,self._events.around_loss = bool(self.weigh.window),None,self.weigh.around_loss if self.size>1 else None
+    self.lists = lend_lists(self.learn.opt) if self.size>1 else None
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(self.learn.dls.train, StepDL)))
     self.weigh.wrap()
@@ -207,6 +209,7 @@ def unwrap(self:DistributedTrainer):
     if self.weigh is None: return
     self._events.around_loss = None
     self.weigh.end()
+    self.lists = return_lists(self.lists) and None
     self.phases.reset()
     self.layout.forget()
     for m in self.learn.metrics: vars(m).pop('accumulate', None)
