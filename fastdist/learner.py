@@ -28,6 +28,7 @@ from .job.options import *
 from .comm.rank0 import *
 from .data.loader import *
 from .train.proxy import *
+from .train.lean import *
 from .train.trainer import *
 
 # %% ../nbs/700_learner.ipynb #74ece329
@@ -157,6 +158,25 @@ def distrib_ctx(self:Learner,
     try:
         with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, **kwargs)): yield self
     finally: self.detach_distributed()
+
+# %% ../nbs/700_learner.ipynb #6f275c58
+@patch
+def lean(self:Learner)->Learner: # Itself
+    "Run the step that ranks run, in one process, until `unlean`"
+    return self if self._grab_cbs(Lean) else self.add_cb(Lean())
+
+@patch
+def unlean(self:Learner)->Learner: # Itself
+    "Run fastai's own step"
+    return self.remove_cb(Lean)
+
+@patch
+@contextmanager
+def lean_ctx(self:Learner):
+    "Run the step that ranks run inside the context, which yields the Learner"
+    was = bool(self._grab_cbs(Lean))
+    try: yield self.lean()
+    finally: was or self.unlean()
 
 # %% ../nbs/700_learner.ipynb #6c32bd56
 @patch
