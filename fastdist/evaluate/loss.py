@@ -72,7 +72,7 @@ def normaliser(
     opts = _class_options(loss_func)
     if opts is None or not isinstance(y, torch.Tensor) or y.is_floating_point(): return
     weight,ignored = opts
-    if weight is None and y.device.type=='cpu': return int(np.count_nonzero(y.numpy()!=ignored))
+    if weight is None and y.device.type=='cpu': return y.numel()-y.tolist().count(ignored) if y.ndim==1 and len(y)<=512 else int(np.count_nonzero(y.numpy()!=ignored))
     real = y!=ignored
     res = real.sum() if weight is None else (weight.to(y.device)[torch.where(real, y, 0).long()]*real).sum()
     return res.item() if y.device.type=='cpu' else res

@@ -42,6 +42,7 @@ class Weigh(Passes):
 
     def _reset(self):
         super()._reset()
+        self.buffer = torch.empty(2, dtype=torch.float32)
         self.unsynced,self.smooth,self.sent,self.known,self.each,self.grown = [],None,SimpleNamespace(sums=0., scales=0.),None,False,False
         self.terms.reset()
 
@@ -146,15 +147,18 @@ def _row(self:Weigh, *numbers):
 @patch
 def _add_up(self:Weigh, w, d):
     win,sent = self.window,self.sent
-    mine = _numbers(self.learn.loss, w, d)
+    mine = _numbers(self.learn.loss, w, d, None if win else self.buffer)
     if win: self.unsynced.append(mine)
     if win.callback: mine = self._row(d, self.weights.samples)
     sent.sums,sent.scales = (sent.sums+mine*win.scale,sent.scales+win.scale) if win else (mine,1.)
 
-def _numbers(loss, w, d):
-    "Return weighted loss and weight, without waiting for a GPU"
+def _numbers(loss, w, d, into=None):
+    "Return weighted loss and weight, without waiting for a GPU; on the CPU in the tensor `into`, to make none in each step"
     l = loss.detach().mean() if loss.ndim else loss.detach()
-    if l.device.type=='cpu': return torch.tensor([l.item()*w if w else 0., d], dtype=torch.float32)
+    if l.device.type=='cpu':
+        res = torch.empty(2, dtype=torch.float32) if into is None else into
+        res.numpy()[:] = l.item()*w if w else 0.,d
+        return res
     if not isinstance(w, torch.Tensor): return torch.stack([l.float()*w if w else l.new_zeros(()), l.new_full((), d)])
     return torch.stack([torch.where(w>0, l.float()*w, 0.), d.float()])
 
@@ -166,7 +170,7 @@ def _read(self:Weigh, mean):
     num,den = mean.tolist() if mean.device.type=='cpu' else mean
     if self.window.callback: self._count(*mean.tolist())
     elif not _is_one(den/sent.scales) and not self.reduction.kind[0]: divide_grads(self.layout.trained.active, den/sent.scales)
-    if not self.window: self.learn.loss = self.known = num/den if isinstance(num, Tensor) else torch.tensor(num/den if den else math.nan)
+    if not self.window: self.learn.loss = self.known = num/den if isinstance(num, Tensor) else torch.scalar_tensor(num/den if den else math.nan)
     sent.sums,sent.scales = 0.,0.
 
 def _is_one(d): return isinstance(d, float) and abs(d-1)<1e-6
