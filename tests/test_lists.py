@@ -8,16 +8,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.optimizer import *
-from fastdist.train.gradients import each_step
+from fastdist import *
+from fastdist.train.gradients import each_step,local
 from fastdist.train.lists import *
 
 l2 = dict(wd=.1, decouple_wd=False)
-opts = dict(sgd=SGD, decay=partial(SGD, wd=.1), momentum=partial(SGD, mom=.9, wd=.1), l2=partial(SGD, mom=.9, **l2),
-    rms=RMSProp, rms_mom=partial(RMSProp, mom=.9, wd=.1), adam=Adam, adam_l2=partial(Adam, **l2),
-    radam=partial(RAdam, wd=.1), sadam=partial(RAdam, beta=50.), radam_0=partial(RAdam, eps=0., sqr_mom=.9),
-    qhadam=QHAdam, qhadam_2=partial(QHAdam, nu_2=.5, **l2),
-    larc=partial(Larc, wd=.1), larc_wide=partial(Larc, trust_coeff=5.), lars=partial(Larc, clip=False, **l2), larc_0=partial(Larc, mom=0.),
-    lamb=partial(Lamb, wd=.1), lamb_l2=partial(Lamb, **l2), ranger=partial(ranger, k=2))
+opts = dict(sgd=SGD, decay=partial(SGD, wd=.1), momentum=partial(SGD, mom=.9, wd=.1), l2=partial(SGD, mom=.9, **l2), rms=RMSProp)
+opts |= dict(rms_mom=partial(RMSProp, mom=.9, wd=.1), adam=Adam, adam_l2=partial(Adam, **l2), qhadam=QHAdam, qhadam_2=partial(QHAdam, nu_2=.5, **l2))
+opts |= dict(radam=partial(RAdam, wd=.1), sadam=partial(RAdam, beta=50.), radam_0=partial(RAdam, eps=0., sqr_mom=.9), ranger=partial(ranger, k=2))
+opts |= dict(larc=partial(Larc, wd=.1), larc_wide=partial(Larc, trust_coeff=5.), lars=partial(Larc, clip=False, **l2), larc_0=partial(Larc, mom=0.))
+opts |= dict(lamb=partial(Lamb, wd=.1), lamb_l2=partial(Lamb, **l2))
 each = pytest.mark.parametrize('f', [pytest.param(f, id=k) for k,f in opts.items()])
 
 def net(dtype=torch.float):
@@ -163,6 +163,21 @@ def test_parts():
             opt.step()
         return [p.detach() for p in ps],opt.state_dict()
     assert same(*[flat(made(o)) for o in (False,True)])
+
+def rows(rank, f):
+    "A model in shards: whether its optimizer is known, how many parameters step by themselves, and the shape of a state"
+    set_seed(1)
+    data = [(torch.randn(8),i%3) for i in range(12)]
+    learn = Learner(DataLoaders.from_dsets(data, data, bs=3, num_workers=0, device='cpu'), nn.Linear(8,3), loss_func=CrossEntropyLossFlat(), opt_func=f)
+    with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+        lists = learn.opt.step.__self__
+        return lists.known,lists.known and len(lists.alone[0]),local(learn.opt.state[learn.opt.param_lists[0][0]]['grad_avg']).shape
+
+@pytest.mark.replicas
+def test_rows():
+    "Of a model in shards step in lists where each element is treated by itself"
+    for f,known in ((Adam,True),(Lamb,False)): test_eq(on_ranks(partial(rows, f=f), timeout=60), [(known,0,(n,8)) for n in (2,1)])
 
 # What is not known
 
