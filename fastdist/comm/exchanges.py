@@ -86,8 +86,9 @@ def in_callback(
     frame # Innermost frame of a thread
 )->str: # Empty outside of callbacks
     "Return the name and event of the callback that a thread runs"
-    calls = [f.f_locals for f in frames_of(frame) if f.f_code.co_name=='__call__' and isinstance(f.f_locals.get('event_name'), str)]
-    return next((f", {type(o['self']).__name__}.{o['event_name']}" for o in calls if hasattr(type(o['self']), o['event_name'])), '')
+    at = [f.f_locals for f in frames_of(frame) if f.f_code.co_name in ('__call__','call') and isinstance(f.f_locals.get('event_name'), str)]
+    calls = [(o.get('cb', o.get('self')),o['event_name']) for o in at]
+    return next((f', {type(cb).__name__}.{name}' for cb,name in calls if hasattr(type(cb), name)), '')
 
 # %% ../../nbs/102_comm.exchanges.ipynb #b381a51c
 _stdlib = sysconfig.get_path('stdlib')
