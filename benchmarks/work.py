@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity,profile
 
-Work = namedtuple('Work', 'model shape bs steps')
+Work = namedtuple('Work', 'model shape bs steps opt', defaults=['SGD'])
 
 def mlp(): return nn.Sequential(nn.Linear(64,32), nn.ReLU(), nn.Linear(32,10))
 
