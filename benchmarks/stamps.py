@@ -3,6 +3,7 @@ from collections import defaultdict
 from functools import wraps
 from statistics import median
 from time import perf_counter_ns
+from torch import nn
 
 rest = 'dispatch and rest'
 
@@ -10,12 +11,12 @@ class Stamps:
     "Two stamps around each call; the time between two stamps belongs to the innermost call that is open then, or to `rest`"
     def __init__(self):
         self.on,self.log,self.names,self.costs = False,[],[rest],{}
-        self.forward = {k:self.key('forward') for k in (True,False)} # in training, and in validation
+        self.forward = {training:self.key('forward', new=True) for training in (True,False)}
 
-    def key(self, name):
-        "A number for `name` in the log"
-        self.names.append(name)
-        return len(self.names)-1
+    def key(self, name, new=False):
+        "The number of `name` in the log"
+        if new or name not in self.names: self.names.append(name)
+        return len(self.names)-1 if new else self.names.index(name)
 
     def wrap(self, f, key):
         "`f` with stamps; `key` is a function of the arguments"
@@ -33,17 +34,21 @@ class Stamps:
         stamped.has_stamps = True
         return stamped
 
-    def patch(self, owner, attr, name=None, key=None):
-        "Put stamps on `attr` of a class or a module, where it is its own; not twice"
+    def named(self, f, name):
+        k = self.key(name)
+        return self.wrap(f, lambda *_: k)
+
+    def patch(self, owner, attr, name):
+        "Put stamps on `attr` of a class or a module, where it is its own and has none; `name` may be a function of the arguments"
         f = vars(owner).get(attr)
         if not callable(f) or hasattr(f, 'has_stamps'): return
-        k = None if key else self.key(name)
-        setattr(owner, attr, self.wrap(f, key or (lambda *_: k)))
+        setattr(owner, attr, self.wrap(f, lambda *args: self.key(name(*args))) if callable(name) else self.named(f, name))
 
     def patch_iter(self, cls, name):
         "Put stamps on each `next` of what `cls.__iter__` returns"
-        if hasattr(f := cls.__iter__, 'has_stamps'): return
-        fetch,done = self.wrap(next, lambda *_, k=self.key(name): k),object()
+        f,done = vars(cls).get('__iter__'),object()
+        if f is None or hasattr(f, 'has_stamps'): return
+        fetch = self.named(next, name)
         @wraps(f)
         def stamped(dl):
             it = iter(f(dl))
@@ -51,8 +56,17 @@ class Stamps:
         stamped.has_stamps = True
         cls.__iter__ = stamped
 
+    def patch_made(self, module, attr, name):
+        "Put stamps on the functions that `module.attr` returns; `name` is a function of its arguments"
+        f = vars(module).get(attr)
+        if f is None or hasattr(f, 'has_stamps'): return
+        @wraps(f)
+        def stamped(*args): return self.named(f(*args), name(*args))
+        stamped.has_stamps = True
+        setattr(module, attr, stamped)
+
     def hook(self, model):
-        "Put stamps on calls of `model`, with which steps begin; what they cost is measured beside"
+        "Put stamps on calls of `model`, with which steps begin"
         keys,log,now = self.forward,self.log.append,perf_counter_ns
         def before(m, args):
             log(keys[m.training])
@@ -64,38 +78,40 @@ class Stamps:
         model.register_forward_pre_hook(before)
         model.register_forward_hook(after)
 
-    def cost(self, call, plain, n=3000):
-        "Nanoseconds that two stamps add, between them and outside of them, as calls in a row show it"
-        def per_call(f):
-            start = perf_counter_ns()
-            for _ in range(n): f()
-            return (perf_counter_ns()-start)/n
-        self.log.clear()
-        base,total = min(per_call(plain) for _ in range(3)),min(per_call(call) for _ in range(3))
+    def calibrate(self):
+        "Measure what stamps cost"
+        f,m,hooked = lambda: None,nn.Identity(),nn.Identity()
+        self.hook(hooked)
+        self.on = True
+        usual,mine = self._cost(self.wrap(f, lambda *_: 0), f),self._cost(lambda: hooked(0), lambda: m(0))
+        self.on,self.costs = False,defaultdict(lambda: usual, {k:mine for k in self.forward.values()})
+
+    def _cost(self, call, plain, n=3000):
+        "Nanoseconds that two stamps add to a call, between them and outside of them, in a row of calls"
+        base,total = [min(_per_call(f, n) for _ in range(3)) for f in (plain,call)]
         inside = median(b-a for a,b in zip(self.log[1::4], self.log[3::4]))
         self.log.clear()
         return inside-base,total-inside
 
-    def calibrate(self):
-        "Measure what stamps cost"
-        from torch import nn
-        self.on,f,m = True,lambda: None,nn.Identity()
-        usual,hooked = self.cost(self.wrap(f, lambda *_: 0), f),nn.Identity()
-        self.hook(hooked)
-        mine = self.cost(lambda: hooked(0), lambda: m(0))
-        self.costs,self.on = defaultdict(lambda: usual, {k:mine for k in self.forward.values()}),False
+    def steps(self):
+        "For each step, from one forward pass to the next: whether it is of training, and nanoseconds by part, without those of the stamps, which are a part of their own"
+        res,stack,last,begins = [],[0],0,{v:k for k,v in self.forward.items()}
+        for k,t in zip(self.log[::2], self.log[1::2]):
+            if k in begins: res.append((begins[k], defaultdict(float)))
+            if not res: res.append((None, defaultdict(float))) # before the first step
+            at = res[-2 if k in begins and len(res)>1 else -1][1]
+            at[self.names[stack[-1]]] += t-last
+            if k>=0: self._less_cost(res[-1][1], self.names[stack[-1]], k)
+            stack,last = stack+[k] if k>=0 else stack[:-1],t
+        return [o for o in res if o[0] is not None]
 
-    def steps(self, log):
-        "For each step in `log`, from one forward pass to the next: whether it is of training, and nanoseconds by part without those of stamps"
-        res,stack,last,keys = [],[0],None,{v:k for k,v in self.forward.items()}
-        for k,t in zip(log[::2], log[1::2]):
-            if res: res[-1][1][self.names[stack[-1]]] += t-last
-            last = t
-            if k in keys: res.append((keys[k], defaultdict(float)))
-            if res and k>=0:
-                inside,outside = self.costs[k]
-                res[-1][1][self.names[stack[-1]]] -= outside
-                res[-1][1][self.names[k]] -= inside
-                res[-1][1]['stamps'] += inside+outside
-            stack = stack+[k] if k>=0 else stack[:-1]
-        return res
+    def _less_cost(self, step, outer, k):
+        inside,outside = self.costs[k]
+        step[outer] -= outside
+        step[self.names[k]] -= inside
+        step['stamps'] += inside+outside
+
+def _per_call(f, n):
+    start = perf_counter_ns()
+    for _ in range(n): f()
+    return (perf_counter_ns()-start)/n
