@@ -9,7 +9,8 @@ from work import all_works
 peers = {'by hand, DDP':('stamped.StampedLoop',2), 'fastai, 1 process':('stamped.StampedFastai',1), 'fastai, lean':('stamped.StampedLean',1),
     'fastdist':('stamped.StampedFastdist',2)}
 exchanged = '  of it exchange and wait'
-first_rows = ['batch','to the device','splitting','forward','around the forward pass','loss','around the loss','backward',exchanged,'optimizer step','zero_grad']
+first_rows = ['batch','to the device','splitting','forward','around the forward pass','loss','around the loss','backward',exchanged,
+    'optimizer step','zero_grad']
 last_rows = [rest,'whole','whole, without stamps']
 beside = {'stamps',exchanged,*last_rows[1:]}
 epochs = 4 # The first warms up
@@ -29,8 +30,8 @@ def middle(steps):
     return res | dict(whole=whole(res))
 
 def summary(rounds, i):
-    "Microseconds by part of phase `i`, from all rounds of a peer"
-    found,*alone = [middle([s for o in fits for s in o[i]]) for fits in zip(*[steps for steps,_ in rounds])]
+    "Microseconds by part of phase `i` in a peer's round of median length"
+    found,*alone = [sorted((middle(o[i]) for o in fits), key=lambda o: o['whole'])[len(fits)//2] for fits in zip(*[steps for steps,_ in rounds])]
     if alone and 'backward' in found: found[exchanged] = found['backward']-alone[0]['backward']
     return found | {last_rows[-1]:median(plain[i] for _,plain in rounds)}
 

@@ -10,13 +10,15 @@ rest = 'dispatch and rest'
 class Stamps:
     "Two stamps around each call; the time between two stamps belongs to the innermost call that is open then, or to `rest`"
     def __init__(self):
-        self.on,self.log,self.names,self.costs = False,[],[rest],{}
-        self.forward = {training:self.key('forward', new=True) for training in (True,False)}
+        self.on,self.log,self.keys,self.names,self.costs = False,[],{},[rest,'forward','forward'],{}
+        self.forward = {True:1, False:2} # in training, and in validation
 
-    def key(self, name, new=False):
+    def key(self, name):
         "The number of `name` in the log"
-        if new or name not in self.names: self.names.append(name)
-        return len(self.names)-1 if new else self.names.index(name)
+        if name not in self.keys:
+            self.keys[name] = len(self.names)
+            self.names.append(name)
+        return self.keys[name]
 
     def wrap(self, f, key):
         "`f` with stamps; `key` is a function of the arguments"
@@ -94,16 +96,14 @@ class Stamps:
         return inside-base,total-inside
 
     def steps(self):
-        "For each step, from one forward pass to the next: whether it is of training, and nanoseconds by part, without those of the stamps, which are a part of their own"
-        res,stack,last,begins = [],[0],0,{v:k for k,v in self.forward.items()}
+        "For each step, from one forward pass to the next: whether it is of training, and nanoseconds by part; what stamps cost is a part of its own"
+        res,stack,last,begins = [(None, defaultdict(float))],[0],0,{v:k for k,v in self.forward.items()}
         for k,t in zip(self.log[::2], self.log[1::2]):
+            res[-1][1][self.names[stack[-1]]] += t-last
             if k in begins: res.append((begins[k], defaultdict(float)))
-            if not res: res.append((None, defaultdict(float))) # before the first step
-            at = res[-2 if k in begins and len(res)>1 else -1][1]
-            at[self.names[stack[-1]]] += t-last
             if k>=0: self._less_cost(res[-1][1], self.names[stack[-1]], k)
             stack,last = stack+[k] if k>=0 else stack[:-1],t
-        return [o for o in res if o[0] is not None]
+        return res[1:]
 
     def _less_cost(self, step, outer, k):
         inside,outside = self.costs[k]
