@@ -7,11 +7,13 @@ from fastai.basics import *
 from fastai.callback.all import *
 from work import Peer
 
+opts = dict(SGD=SGD, Adam=Adam)
+
 class Fastai(Peer):
     "A Learner without progress bar or log"
     def fit(self, model, w, train, valid, epochs):
         dls = DataLoaders.from_dsets(self.data(w, train), self.data(w, valid or 1), bs=w.bs, num_workers=0, device='cpu')
-        learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=SGD, lr=self.lr, metrics=accuracy)
+        learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=opts[w.opt], lr=self.lr, metrics=accuracy)
         if not valid: learn._do_epoch_validate = noop
         with learn.no_bar(), learn.no_logging(), self.context(learn): learn.fit(epochs)
 

@@ -7,6 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader,DistributedSampler
 from work import Peer
 
+opts = dict(SGD=torch.optim.SGD, Adam=torch.optim.AdamW) # as fastai's Adam, which decays weights apart from gradients
+
 class Loop(Peer):
     "A training loop with `DistributedDataParallel` and `DistributedSampler`; losses and hits are added up over ranks once an epoch"
     def __init__(self, rank, size):
@@ -14,7 +16,7 @@ class Loop(Peer):
         if size>1: dist.init_process_group('gloo')
 
     def fit(self, model, w, train, valid, epochs):
-        opt = torch.optim.SGD(model.parameters(), self.lr)
+        opt = opts[w.opt](model.parameters(), self.lr)
         model,opt,dl,valid_dl = self.prepare(model, opt, self.loader(w, train, True), self.loader(w, valid, False))
         for epoch in range(epochs):
             self.set_epoch(dl, epoch)

@@ -12,14 +12,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity,profile
 
-Work = namedtuple('Work', 'model shape bs steps')
+Work = namedtuple('Work', 'model shape bs steps opt', defaults=['SGD'])
 
 def mlp(): return nn.Sequential(nn.Linear(64,32), nn.ReLU(), nn.Linear(32,10))
+
+def resnet18():
+    from torchvision.models import resnet18
+    return resnet18(num_classes=10)
 
 def conv(ni, nf, stride): return nn.Sequential(nn.Conv2d(ni, nf, 3, stride, 1, bias=False), nn.BatchNorm2d(nf), nn.ReLU())
 def cnn(): return nn.Sequential(conv(3,32,1), conv(32,64,2), conv(64,64,2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64,10))
 
 works = dict(mlp=Work(mlp, (64,), 64, 100), cnn=Work(cnn, (3,32,32), 32, 12))
+all_works = works | dict(resnet18=Work(resnet18, (3,64,64), 8, 6, 'Adam'))
 
 @lru_cache(None)
 def samples(shape, n):
@@ -52,7 +57,7 @@ class Peer:
     def __call__(self, what, work, *args):
         gc.collect()
         torch.manual_seed(0)
-        w = works[work]
+        w = all_works[work]
         model = w.model()
         return getattr(self, what)(model, w, *args)
 
