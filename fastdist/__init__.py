@@ -17,6 +17,7 @@
 - `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
 - `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
+- `fastdist.data.fetch`: Batches from data sets that give many samples at once
 - `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
 - `fastdist.data.order`: What the order of a loader's next pass depends on
 - `fastdist.data.sharding`: The samples of each rank, by arithmetic on an order that all ranks share

@@ -14,16 +14,16 @@ __all__ = ['DistributedDL', 'StepDL', 'EvalDL']
 # %% ../../nbs/206_data.loader.ipynb #41158b0b
 import torch,numpy as np
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain,islice
 from fastcore.all import *
-from fastai.torch_core import apply,to_detach,to_device
-from fastai.data.load import DataLoader,_FakeLoader,_loaders
-from fastai.data.core import Pipeline
+from fastai.torch_core import apply,to_detach
+from fastai.data.load import DataLoader,_FakeLoader
 from fastai.learner import _ConstantFunc
 from ..comm.collectives import *
 from .shuffle import *
 from .sharding import *
 from .torch_loader import *
+from .fetch import *
 
 # %% ../../nbs/206_data.loader.ipynb #dc277763
 class DistributedDL(TorchShare):
@@ -73,25 +73,38 @@ def create_batches(self:DistributedDL,
     o = self.source
     if self._own_batches: return o.create_batches(samps)
     if self._streams: return self._stream(samps)
-    if self.bs is None or self._alone: return map(o.do_batch, self._made(samps))
+    if self.bs is None or self._alone and not is_own(o, 'chunkify', DataLoader): return map(o.do_batch, self._made(samps))
     if o.dataset is not None: o.it = iter(o.dataset)
-    return map(o.do_batch, self._chunks(samps))
+    return self._filled(iter(samps)) if self._alone else self._chunks(samps)
 
 # %% ../../nbs/206_data.loader.ipynb #09054014
 @patch
 def _chunks(self:DistributedDL, samps):
+    "Yield batches of this rank's samples `samps`"
     for idxs in chunked(samps, self.bs, self.drop_last and not self.slicing):
-        b = [o for o in map(self.source.do_item if self._transforms() else self._read, idxs) if o is not None]
-        if not b: raise self._skipped(idxs)
+        b = fetch_batch(self.source, idxs)
+        if b is None: b = collate_items(self.source, self._some_items(idxs))
         yield b
+
+@patch
+def _some_items(self:DistributedDL, idxs):
+    res = fetch_items(self.source, idxs)
+    if not res: raise self._skipped(idxs)
+    return res
 
 # %% ../../nbs/206_data.loader.ipynb #e9b394ce
 @patch
-def _transforms(self:DistributedDL):
-    "Return whether items need more than `create_item`"
-    o = self.source
-    own = is_own(o, 'do_item', DataLoader)
-    return not own or type(o.after_item) is not Pipeline or len(o.after_item.fs)>0
+def _filled(self:DistributedDL, samps):
+    "Yield batches of `bs` items that are not skipped, of the iterator `samps`"
+    o,items = self.source,[]
+    while idxs := list(islice(samps, self.bs-len(items))):
+        b = None if items or self.drop_last and len(idxs)<self.bs else fetch_batch(o, idxs)
+        if b is not None: yield b
+        else: items += fetch_items(o, idxs)
+        if len(items)==self.bs:
+            yield collate_items(o, items)
+            items = []
+    if items and not self.drop_last: yield collate_items(o, items)
 
 # %% ../../nbs/206_data.loader.ipynb #6031fc47
 @patch
@@ -159,11 +172,11 @@ def _iter_own(self:DistributedDL):
     self.randomize()
     self.before_iter()
     self._idxs = self.get_idxs()
-    it = _loaders[self.fake_l.num_workers==0](self.fake_l)
+    it = open_batches(self.fake_l)
     if not self._past: self._begin()
     for b in self._counted(it):
         if self.pin_memory and type(b)==list: b = tuple(b)
-        yield self.after_batch(b if self.device is None else to_device(b, self.device))
+        yield self.after_batch(b if self.device is None else on_device(b, self.device))
     self.after_iter()
     vars(self.source).pop('it', None)
 
