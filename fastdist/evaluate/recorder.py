@@ -44,7 +44,8 @@ def flatten_check(inp, targ):
     "fastai's function of this name, with its result, for tensors of no other type without a round through Python"
     if any(type(o) not in (Tensor,TensorBase) or vars(o) for o in (inp,targ)): return _flatten_check(inp, targ)
     with plain(): x,y = inp.contiguous().view(-1),targ.contiguous().view(-1)
-    return (typed(x, TensorBase),typed(y, TensorBase)) if len(x)==len(y) else _flatten_check(inp, targ)
+    if x.shape!=y.shape: return _flatten_check(inp, targ)
+    return (typed(x, TensorBase),typed(y, TensorBase)) if torch._C._is_torch_function_enabled() else (x,y)
 
 fastai.metrics.flatten_check = flatten_check
 
@@ -53,14 +54,18 @@ def _detached(v, learn):
     "Return what `learn.to_detach(v)` returns, as a plain tensor where that is fastai's"
     f = getattr(learn.dl, 'to_detach', None)
     if not isinstance(v, Tensor) or f is not None and getattr(f, '__func__', None) is not StepDL.to_detach: return learn.to_detach(v)
-    v = v.detach()
-    return v if v.device.type=='cpu' else v.cpu()
+    if v.requires_grad: v = v.detach()
+    return v if v.is_cpu else v.cpu()
+
+def _size(learn):
+    y = learn.yb[0]
+    return len(y) if type(y) is Tensor and y.ndim else find_bs(learn.yb)
 
 def _mean(l): return l.mean() if l.ndim else l
 
 def _add(m, v, cls, learn):
     "Add the mean `v` over the samples of a batch, whose type is `cls`, to the average `m`, as fastai's metrics do"
-    n = find_bs(learn.yb)
+    n = _size(learn)
     with plain(): total = m.total+_detached(_mean(v) if isinstance(v, Tensor) and v is learn.loss else v, learn)*n
     m.total = typed(total, cls) if type(total) is Tensor else total
     m.count += n

@@ -16,7 +16,7 @@ import traceback
 from fastcore.all import *
 from fastai.basics import *
 from .proxy import *
-from .calls import *
+
 from .events import *
 
 # %% ../../nbs/535_train.agreement.ipynb #0d89f81c
@@ -32,7 +32,14 @@ class AgreeingCallback(WrapperCallback):
 @patch
 def _in_batch(self:AgreeingCallback, f, event_type, ex, final):
     "Call `f` and the events around it; what cancels is settled with all ranks first"
-    run_events(self.learn._call_one, partial(self._agreed, f), event_type, ex, final)
+    call = self.learn._call_one
+    try:
+        call('before_'+event_type)
+        try: f()
+        except cancels as e: self._settle(e)
+    except ex: call('after_cancel_'+event_type)
+    call('after_'+event_type)
+    final()
 
 # %% ../../nbs/535_train.agreement.ipynb #cf88aa73
 @patch
@@ -47,10 +54,14 @@ def _aside(self:AgreeingCallback, f, event_type, *args):
 def _agreed(self:AgreeingCallback, f):
     "Call `f`; an exception that cancels is settled with all ranks first"
     try: f()
-    except cancels as e:
-        *_,last = traceback.walk_tb(e.__traceback__)
-        self._events.settle(e, f'{last[0].f_globals.get("__name__")}.{last[0].f_code.co_name}')
-        raise
+    except cancels as e: self._settle(e)
+
+@patch
+def _settle(self:AgreeingCallback, e):
+    "Raise `e`, which cancels, once it is settled with all ranks"
+    *_,last = traceback.walk_tb(e.__traceback__)
+    self._events.settle(e, f'{last[0].f_globals.get("__name__")}.{last[0].f_code.co_name}')
+    raise e
 
 # %% ../../nbs/535_train.agreement.ipynb #30627776
 @patch

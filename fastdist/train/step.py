@@ -34,10 +34,11 @@ def plain_loss(
 def _flat_loss(f, func, x, *ys):
     y = ys[0] if len(ys)==1 else None
     if type(x) is not Tensor or type(y) is not Tensor or f.func is not func: return f(x, *ys)
-    x,y = x.transpose(f.axis, -1).contiguous(),y.transpose(f.axis, -1).contiguous()
+    flat = f.axis==-1 and x.ndim==2 and y.ndim==1 and f.is_2d and x.is_contiguous() and y.is_contiguous() # what follows would give the same views
+    if not flat: x,y = x.transpose(f.axis, -1).contiguous(),y.transpose(f.axis, -1).contiguous()
     if f.floatify and y.dtype!=torch.float16: y = y.float()
     if y.dtype in _ints: y = y.long()
-    if f.flatten: x,y = x.view(-1, x.shape[-1]) if f.is_2d else x.view(-1),y.view(-1)
+    if f.flatten and not flat: x,y = x.view(-1, x.shape[-1]) if f.is_2d else x.view(-1),y.view(-1)
     return typed(func(x, y), TensorBase)
 
 # %% ../../nbs/541_train.step.ipynb #97c05bcc

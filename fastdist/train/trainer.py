@@ -309,10 +309,12 @@ def _end_phase(self:DistributedTrainer):
 # %% ../../nbs/536_train.trainer.ipynb #20f34227
 @patch
 def _on_batch(self:DistributedTrainer, do_one_batch):
+    training = self.learn.training
+    if not training and not self.layout.gathers: return do_one_batch()
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
-    if self.learn.training and self._through is not None: self.weigh.batch(run)
+    if training and self._through is not None: self.weigh.batch(run)
     else:
-        with self.layout.evaluation(not self.learn.training and self._is_short()): run()
+        with self.layout.evaluation(not training and self._is_short()): run()
 
 @patch
 def _goes_through(self:DistributedTrainer): return self.learn.training and not self.layout.bare

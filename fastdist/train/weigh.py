@@ -42,6 +42,7 @@ class Weigh(Passes):
 
     def _reset(self):
         super()._reset()
+        self.windowed = False
         self.buffer = torch.empty(2, dtype=torch.float32)
         self.unsynced,self.smooth,self.sent,self.known,self.each,self.grown = [],None,SimpleNamespace(sums=0., scales=0.),None,False,False
         self.terms.reset()
@@ -51,6 +52,7 @@ class Weigh(Passes):
     ):
         "Begin a fit"
         self.window = self.terms.window = window
+        self.windowed = bool(window)
 
 # %% ../../nbs/532_train.weigh.ipynb #ad416c8e
 @patch
@@ -83,10 +85,10 @@ def batch(self:Weigh,
         self.weights.fill()
         if self.weights.empty: self._tell()
     if not self.layout.covers(own_model(self.learn), self.learn.opt): self.wrap()
-    if self.window: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
+    if self.windowed: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
     with self.layout.step(self._exchanges()): run()
     self.due = False
-    if self.passes and not self.window and self.learn.loss is not self.known: self._share_loss()
+    if self.passes and not self.windowed and self.learn.loss is not self.known: self._share_loss()
 
 @patch
 def _exchanges(self:Weigh): return self.window.ends or self.sync_each
@@ -108,11 +110,12 @@ def batch_pass(self:Weigh, run, t, g):
     self.due = False
     with torch._C.DisableTorchFunctionSubclass(): # fastai's tensor types cost more here than the arithmetic
         w,d = self.weights.of_batch()
-        f = w*self._in_window(d)
+        f = w*self._in_window(d) if self.windowed else w
         if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
-        self._add_up(w, d)
+        if self.windowed: self._add_up(w, d)
+        else: self.sent.sums,self.sent.scales = _numbers(self.learn.loss, w, d, self.buffer),1.
         if type(t) is TensorBase: t = untyped(t) # torch would begin the pass in Python, for each type of its own
-    with aside(self.layout.trained.active) if self.added and not self.window else nullcontext():
+    with aside(self.layout.trained.active) if self.added and not self.windowed else nullcontext():
         self.layout.backward(run, t, g, self.sent.sums)
         self._exchange()
     self.passes,self.added = self.passes+1,False
@@ -121,7 +124,8 @@ def batch_pass(self:Weigh, run, t, g):
 @patch
 def _exchange(self:Weigh):
     "Exchange what did not travel with the pass, and read what all ranks sent"
-    if self.phases.size==1 and not self.window or not self._exchanges(): return
+    if not self.windowed: return self._read(self.layout.reduce(self.sent.sums)) if self.phases.size>1 else None
+    if not self._exchanges(): return
     mean = self.layout.reduce(self.sent.sums, tell=self.window.ends)
     if self.window.ends: self._read(mean)
 
@@ -130,7 +134,7 @@ def _exchange(self:Weigh):
 def _in_window(self:Weigh, d):
     "Return the factor of the loss within a window; `GradientAccumulation` has scaled by this rank's samples, and gets the count of all ranks"
     win,cb = self.window,self.window.callback
-    if not cb: return win.scale if win else 1.
+    if not cb: return win.scale
     mine = find_bs(self.learn.yb)
     cb.count = win.seen-mine
     summed,counts = self.reduction.kind
@@ -147,15 +151,15 @@ def _row(self:Weigh, *numbers):
 @patch
 def _add_up(self:Weigh, w, d):
     win,sent = self.window,self.sent
-    mine = _numbers(self.learn.loss, w, d, None if win else self.buffer)
-    if win: self.unsynced.append(mine)
+    mine = _numbers(self.learn.loss, w, d)
+    self.unsynced.append(mine)
     if win.callback: mine = self._row(d, self.weights.samples)
-    sent.sums,sent.scales = (sent.sums+mine*win.scale,sent.scales+win.scale) if win else (mine,1.)
+    sent.sums,sent.scales = sent.sums+mine*win.scale,sent.scales+win.scale
 
 def _numbers(loss, w, d, into=None):
     "Return weighted loss and weight, without waiting for a GPU; on the CPU in the tensor `into`, to make none in each step"
     l = loss.detach().mean() if loss.ndim else loss.detach()
-    if l.device.type=='cpu':
+    if l.is_cpu:
         res = torch.empty(2, dtype=torch.float32) if into is None else into
         res.numpy()[:] = l.item()*w if w else 0.,d
         return res
@@ -167,10 +171,10 @@ def _numbers(loss, w, d, into=None):
 def _read(self:Weigh, mean):
     "Take the loss from `mean`, over ranks, of weighted losses and of weights, and divide gradients by the mean weight"
     sent = self.sent
-    num,den = mean.tolist() if mean.device.type=='cpu' else mean
-    if self.window.callback: self._count(*mean.tolist())
+    num,den = mean.tolist() if mean.is_cpu else mean
+    if self.windowed and self.window.callback: self._count(*mean.tolist())
     elif not _is_one(den/sent.scales) and not self.reduction.kind[0]: divide_grads(self.layout.trained.active, den/sent.scales)
-    if not self.window: self.learn.loss = self.known = num/den if isinstance(num, Tensor) else torch.scalar_tensor(num/den if den else math.nan)
+    if not self.windowed: self.learn.loss = self.known = num/den if isinstance(num, Tensor) else torch.scalar_tensor(num/den if den else math.nan)
     sent.sums,sent.scales = 0.,0.
 
 def _is_one(d): return isinstance(d, float) and abs(d-1)<1e-6
