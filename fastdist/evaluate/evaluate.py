@@ -60,10 +60,10 @@ def _note(self:Evaluate, ph):
     "Record the batch's size and loss, and exchange the batch for metrics that need it whole"
     learn = self.learn
     here = learn if self.weights.part else None
-    self._whole_batches(ph, here)
+    if ph.whole is None or ph.whole: self._whole_batches(ph, here)
     if here is None: return self._silence(learn.metrics)
-    ph.sizes.append(find_bs(learn.yb or learn.xb))
-    if not learn.training and (loss := self._loss_numbers(ph.sizes[-1])) is not None: ph.losses.append(loss)
+    ph.sizes.append(n := find_bs(learn.yb or learn.xb))
+    if not learn.training and (loss := self._loss_numbers(n)) is not None: ph.losses.append(loss)
 
 @patch
 def _silence(self:Evaluate, mets):
@@ -77,7 +77,7 @@ def _loss_numbers(self:Evaluate, n):
     if not len(self.learn.yb) or not (summed or counts) or (l := untyped(self.learn.loss)).ndim: return
     v = 1. if summed else normaliser(self.learn.loss_func, untyped(self.learn.yb[0]))
     if v is None: return
-    if l.device.type=='cpu': return [l.item()*v if v else 0., v, n]
+    if l.is_cpu: return [l.item()*v if v else 0., v, n]
     v = torch.as_tensor(v, device=l.device)
     return torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
 

@@ -43,7 +43,7 @@ def untyped(
 def flatten_check(inp, targ):
     "fastai's function of this name, with its result, for tensors of no other type without a round through Python"
     if any(type(o) not in (Tensor,TensorBase) or vars(o) for o in (inp,targ)): return _flatten_check(inp, targ)
-    with plain(): x,y = inp.contiguous().view(-1),targ.contiguous().view(-1)
+    with plain(): x,y = [o if o.ndim==1 and o.is_contiguous() else o.contiguous().view(-1) for o in (inp,targ)]
     if x.shape!=y.shape: return _flatten_check(inp, targ)
     return (typed(x, TensorBase),typed(y, TensorBase)) if torch._C._is_torch_function_enabled() else (x,y)
 
@@ -52,8 +52,8 @@ fastai.metrics.flatten_check = flatten_check
 # %% ../../nbs/309_evaluate.recorder.ipynb #6199c1ce
 def _detached(v, learn):
     "Return what `learn.to_detach(v)` returns, as a plain tensor where that is fastai's"
-    f = getattr(learn.dl, 'to_detach', None)
-    if not isinstance(v, Tensor) or f is not None and getattr(f, '__func__', None) is not StepDL.to_detach: return learn.to_detach(v)
+    dl = learn.dl
+    if not isinstance(v, Tensor) or 'to_detach' in vars(dl) or getattr(type(dl), 'to_detach', None) not in (None,StepDL.to_detach): return learn.to_detach(v)
     if v.requires_grad: v = v.detach()
     return v if v.is_cpu else v.cpu()
 
@@ -63,6 +63,7 @@ def _size(learn):
 
 def _mean(l): return l.mean() if l.ndim else l
 
+# %% ../../nbs/309_evaluate.recorder.ipynb #2ce4906f
 def _add(m, v, cls, learn):
     "Add the mean `v` over the samples of a batch, whose type is `cls`, to the average `m`, as fastai's metrics do"
     n = _size(learn)

@@ -167,6 +167,7 @@ def _call_and_vote(self:Events, cb, lone, event_name):
     except cancels as e: mine = e
     self.vote(mine, f'a vote after {type(cb).__name__}.{event_name}')
 
+# %% ../../nbs/506_train.events.ipynb #a860b1d2
 @patch
 def _call_alone(self:Events, cb, event_name):
     "Call `cb` of rank 0; callbacks that it adds to the Learner are for rank 0 alone as well"

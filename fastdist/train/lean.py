@@ -12,7 +12,6 @@ Here a callback lends a plain Learner the same methods that ranks have. It is on
 __all__ = ['Lean']
 
 # %% ../../nbs/542_train.lean.ipynb #1b8612fd
-from contextlib import nullcontext
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.core import _events
@@ -51,8 +50,13 @@ def _on_with_events(self:Lean, f, event_type, ex, final=noop):
     if event_type in ('batch','backward','step'): return run_events(self.learn._call_one, f, event_type, ex, final)
     with lists_ctx(self.learn.opt if event_type=='fit' else None): type(self.learn)._with_events(self.learn, f, event_type, ex, final)
 
+# %% ../../nbs/542_train.lean.ipynb #e6bea6cd
 @patch
 def _on_all_batches(self:Lean):
     learn = self.learn
     learn.n_iter = len(learn.dl)
-    for o in enumerate(learn.dl): learn.one_batch(*o)
+    for o in enumerate(_in_few_calls(learn.dl)): learn.one_batch(*o)
+
+def _in_few_calls(dl):
+    own = isinstance(dl, DataLoader) and not isinstance(dl, DistributedDL) and type(dl).__iter__ is DataLoader.__iter__ and not dl.fake_l.num_workers
+    return StepDL(dl, 0, 1) if own else dl

@@ -43,7 +43,7 @@ def _flat_loss(f, func, x, *ys):
 
 # %% ../../nbs/541_train.step.ipynb #97c05bcc
 def _clone(t):
-    if type(t) is not TensorBase or vars(t): return t.clone()
+    if type(t) is not TensorBase: return t.clone()
     with plain(): return typed(t.clone(), TensorBase)
 
 def _is_plain(learn, k):
@@ -94,8 +94,8 @@ def _do_one_batch(self:LeanStep):
     learn._call_one('after_pred')
     if len(learn.yb):
         if learn.loss_func is not self.loss_func: self.loss_func,self.loss = learn.loss_func,plain_loss(learn.loss_func)
-        learn.loss_grad = self.loss(learn.pred, *learn.yb)
-        learn.loss = _clone(learn.loss_grad)
+        learn.loss_grad = l = self.loss(learn.pred, *learn.yb)
+        learn.loss = _clone(l)
     learn._call_one('after_loss')
     if learn.training and len(learn.yb): learn._do_grad_opt()
 
