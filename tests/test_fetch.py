@@ -63,13 +63,11 @@ def same_on_two(dl):
 
 Point = namedtuple('Point', 'x y')
 leaves = dict(row=lambda i: torch.randn(3), number=lambda i: tensor(i), strided=lambda i: torch.randn(3, 2).t(),
-    grad=lambda i: torch.ones(2, requires_grad=True), half=lambda i: torch.ones(2).half(),
-    image=lambda i: TensorImage(torch.randn(1, 2, 2)), category=lambda i: TensorCategory(i), meta=lambda i: TensorImage(torch.ones(1, 1, 1), note=i), int=int,
-    float=float, bool=bool, str=str, none=lambda i: None,
-    array=lambda i: np.arange(i, i+3), flags=lambda i: np.arange(3)>i, scalar=lambda i: np.float32(i), double=lambda i: np.float64(i),
-    words=lambda i: np.array(['a']), ragged=lambda i: torch.ones(i%3+1),
-    ragged_array=lambda i: np.ones(i%3+1), mixed=lambda i: (1,2.5,True)[i%3], types=lambda i: torch.ones(2) if i%2 else TensorImage(torch.ones(2)),
-    dtypes=lambda i: torch.ones(2, dtype=(torch.int32,torch.float32)[i%2]),
+    grad=lambda i: torch.ones(2, requires_grad=True), half=lambda i: torch.ones(2).half(), image=lambda i: TensorImage(torch.randn(1, 2, 2)),
+    category=lambda i: TensorCategory(i), meta=lambda i: TensorImage(torch.ones(1, 1, 1), note=i), int=int, float=float, bool=bool, str=str,
+    none=lambda i: None, array=lambda i: np.arange(i, i+3), flags=lambda i: np.arange(3)>i, scalar=lambda i: np.float32(i), double=lambda i: np.float64(i),
+    words=lambda i: np.array(['a']), ragged=lambda i: torch.ones(i%3+1), ragged_array=lambda i: np.ones(i%3+1), mixed=lambda i: (1,2.5,True)[i%3],
+    types=lambda i: torch.ones(2) if i%2 else TensorImage(torch.ones(2)), dtypes=lambda i: torch.ones(2, dtype=(torch.int32,torch.float32)[i%2]),
     sparse=lambda i: torch.eye(2).to_sparse(), object=lambda i: Path('a'), empty=lambda i: ())
 kinds = dict(tuple=tuple, list=list, dict=lambda o: dict(enumerate(o)), point=lambda o: Point(o[0], o[-1]), L=L)
 
@@ -134,17 +132,15 @@ vectors = {f'vector_{o}':np.arange(11).astype(o) for o in '? i1 u1 u2 i4 i8 f2 f
 locked = np.ones((11,2))
 locked.flags.writeable = False
 sets = dict(tensors=TensorDataset(x, y), transposed=TensorDataset(torch.randn(4, 11).t(), y),
-    channels_last=TensorDataset(torch.randn(11, 3, 2, 2).to(memory_format=torch.channels_last)), named=Named(x, y),
-    flipped=Flipped(x, y), grad=TensorDataset(x.clone().requires_grad_(), y), typed=TensorDataset(TensorImage(x), y), views=TensorDataset(x[:,::2], x[:,0]),
-    complex=TensorDataset(torch.randn(11, 2, dtype=torch.cfloat).conj(), y),
-    subset=Subset(TensorDataset(x, y), [3,1,4,1,5,9,2,6]), negative=Subset(TensorDataset(x, y), [-1,0,-3]), outside=Subset(TensorDataset(x, y), [1,2,11]),
-    of_array=Subset(TensorDataset(x, y), np.array([3,1,2])),
+    channels_last=TensorDataset(torch.randn(11, 3, 2, 2).to(memory_format=torch.channels_last)), named=Named(x, y), flipped=Flipped(x, y),
+    grad=TensorDataset(x.clone().requires_grad_(), y), typed=TensorDataset(TensorImage(x), y), views=TensorDataset(x[:,::2], x[:,0]),
+    complex=TensorDataset(torch.randn(11, 2, dtype=torch.cfloat).conj(), y), subset=Subset(TensorDataset(x, y), [3,1,4,1,5,9,2,6]),
+    negative=Subset(TensorDataset(x, y), [-1,0,-3]), outside=Subset(TensorDataset(x, y), [1,2,11]), of_array=Subset(TensorDataset(x, y), np.array([3,1,2])),
     half=Half(TensorDataset(x, y), [3,1]), nested=Subset(Subset(Many(), [3,1,4,5]), [2,0,1]), of_wrapper=Subset(Wrapper(Many()), [3,1]), tensor=x,
-    list=list(zip(x, y)), tuple=tuple(x), range=range(11), L=L(range(11)), str='abcde',
-    doubled=Doubled(range(5)), own=Own(), skips=Skips(), many=Many(), overridden=Overridden(), fails=Fails(), wrapper=Wrapper(Many()),
-    broken=Broken(), nothing=[], short=[(1,2),(3,)], none=[None,1,None,2,3],
-    datasets=Datasets(list(range(11)), [[lambda i: x[i]],[lambda i: i%3]]), lists=TfmdLists(list(range(11)), [lambda i: x[i]+random.random()]),
-    locked=locked, dict={i:i for i in range(7)}, **arrays, **vectors)
+    list=list(zip(x, y)), tuple=tuple(x), range=range(11), L=L(range(11)), str='abcde', doubled=Doubled(range(5)), own=Own(), skips=Skips(), many=Many(),
+    overridden=Overridden(), fails=Fails(), wrapper=Wrapper(Many()), broken=Broken(), nothing=[], short=[(1,2),(3,)], none=[None,1,None,2,3],
+    datasets=Datasets(list(range(11)), [[lambda i: x[i]],[lambda i: i%3]]), lists=TfmdLists(list(range(11)), [lambda i: x[i]+random.random()]), locked=locked,
+    dict={i:i for i in range(7)}, **arrays, **vectors)
 
 @pytest.mark.parametrize('name', sets)
 def test_data_sets_of_any_kind(name):
@@ -192,9 +188,8 @@ class AfterBatch(TfmdDL):
 
 owns = [Item,Does,After,Before,Creates,Batch,Retains,Chunks,Batches,AfterBatch]
 given_as = dict(create_item=lambda s: x[s]*3, after_item=lambda o: (o[0]*2,), before_batch=lambda b: b[:2],
-    create_batch=lambda b: torch.stack([o[0] for o in b]), do_batch=len, retain=lambda res, b: res[0],
-    after_batch=lambda b: b[1], shuffle_fn=lambda o: o[::-1], get_idxs=lambda: [2,0,5], before_iter=lambda *_: random.random(),
-    after_iter=lambda *_: torch.rand(1))
+    create_batch=lambda b: torch.stack([o[0] for o in b]), do_batch=len, retain=lambda res, b: res[0], after_batch=lambda b: b[1], shuffle_fn=lambda o: o[::-1],
+    get_idxs=lambda: [2,0,5], before_iter=lambda *_: random.random(), after_iter=lambda *_: torch.rand(1))
 
 @pytest.mark.parametrize('ds', ['tensors','list','many','skips'])
 def test_methods_of_the_user(ds):
@@ -215,7 +210,7 @@ def test_methods_patched_into_fastai(name, monkeypatch):
 
 def test_collation_patched(monkeypatch):
     monkeypatch.setattr(load, 'fa_collate', lambda b: torch.stack([o[0] for o in b])*2)
-    assert same(lambda: DataLoader(sets['tensors'], bs=4))[0][0] is Tensor
+    assert same(lambda: DataLoader(sets['tensors'], bs=4))[0][0][0] is Tensor
     monkeypatch.undo()
     monkeypatch.setitem(collate.default_collate_fn_map, Tensor, lambda b, collate_fn_map: torch.stack(b)+1)
     same(lambda: DataLoader(sets['list'], bs=4))
@@ -241,12 +236,10 @@ loaders = dict(weighted=lambda: WeightedDL(list(zip(x, y)), bs=3, wgts=range(1, 
     language=lambda: LMDataLoader([(o,) for o in texts], bs=3, seq_len=4, shuffle=True, num_workers=0), n=lambda: DataLoader(list(x), bs=3, n=8),
     endless=lambda: DataLoader(iter(range(9)), bs=2, indexed=False),
     sorted=lambda: SortedDL([(o,) for o in texts], bs=3, shuffle=True, num_workers=0, before_batch=lambda b: [(o[:1],) for o, in b]),
-    device=lambda: TfmdDL(sets['list'], bs=3, num_workers=0, device='cpu'),
-    pinned=lambda: DataLoader(sets['list'], bs=3, pin_memory=True), timeout=lambda: DataLoader(sets['list'], bs=3, timeout=1),
-    workers=lambda: DataLoader(sets['list'], bs=3, num_workers=2, shuffle=True),
+    device=lambda: TfmdDL(sets['list'], bs=3, num_workers=0, device='cpu'), pinned=lambda: DataLoader(sets['list'], bs=3, pin_memory=True),
+    timeout=lambda: DataLoader(sets['list'], bs=3, timeout=1), workers=lambda: DataLoader(sets['list'], bs=3, num_workers=2, shuffle=True),
     in_workers=lambda: DataLoader(sets['tensors'], bs=3, num_workers=2), many_in_workers=lambda: DataLoader(Many(), bs=3, num_workers=2),
-    torch=lambda: TorchLoader(sets['tensors'], batch_size=3, shuffle=True),
-    torch_list=lambda: TorchLoader(sets['list'], batch_size=3, drop_last=True),
+    torch=lambda: TorchLoader(sets['tensors'], batch_size=3, shuffle=True), torch_list=lambda: TorchLoader(sets['list'], batch_size=3, drop_last=True),
     torch_many=lambda: TorchLoader(Many(), batch_size=3, shuffle=True, generator=torch.Generator()), torch_alone=lambda: TorchLoader(list(x), batch_size=None),
     torch_workers=lambda: TorchLoader(sets['list'], batch_size=3, shuffle=True, num_workers=2))
 
