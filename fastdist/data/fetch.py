@@ -118,13 +118,13 @@ def collate_items(
 # %% ../../nbs/250_data.fetch.ipynb #36253832
 def _indexable(o):
     "Return whether rows of `o`, taken at once, are to the bit what collated rows are"
-    if type(o) is np.ndarray: return o.ndim>0 and o.dtype.isnative and o.dtype.char in '?bhilBefd'
+    if type(o) in (np.ndarray,np.memmap): return o.ndim>0 and o.dtype.isnative and o.dtype.char in '?bhilBefd'
     if type(o) is not Tensor or o.layout is not torch.strided or o.is_nested or o.is_quantized: return False
     return o.ndim>0 and o.is_contiguous() and not o.requires_grad
 
-def _rows(o, idxs, at):
-    "Return the rows `idxs` of array or tensor `o`; `at` is `idxs` as a tensor"
-    return o.index_select(0, at.to(o.device)) if type(o) is Tensor else torch.as_tensor(o[idxs])
+def _rows(o, at):
+    "Return the rows with the numbers in array `at` of array or tensor `o`"
+    return o.index_select(0, torch.from_numpy(at).to(o.device)) if type(o) is Tensor else torch.as_tensor(o[at])
 
 # %% ../../nbs/250_data.fetch.ipynb #4528a421
 def rows(
@@ -136,7 +136,7 @@ def rows(
     many = isinstance(ds, TensorDataset) and type(ds).__getitem__ is _tensors_item
     cols = ds.tensors if many else (ds,)
     if not all(map(_indexable, cols)) or not _ints(idxs): return
-    try: res = [_rows(o, idxs, torch.tensor(idxs, device='cpu')) for o in cols]
+    try: res = list(map(partial(_rows, at=np.array(idxs)), cols))
     except Exception: return # a wrong number, of which the data set itself tells
     return tuple(res) if many else res[0]
 
