@@ -109,7 +109,8 @@ def record_batch(
     if not len(learn.yb): return
     if not learn.training: return _all(at, 'cancel_valid', [rec.loss, *learn.metrics] if rec.valid_metrics else [], learn)
     _all(at, 'cancel_train', [rec.smooth_loss, *learn.metrics] if rec.train_metrics else [rec.smooth_loss], learn)
-    rec.lrs.append(learn.opt.hypers[-1]['lr'])
+    hypers = learn.opt.hypers
+    rec.lrs.append((hypers.items if type(hypers) is L else hypers)[-1]['lr'])
     learn.smooth_loss = rec.smooth_loss.value
     rec.losses.append(learn.smooth_loss)
 

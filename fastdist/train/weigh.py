@@ -161,7 +161,8 @@ def _numbers(loss, w, d, into=None):
     l = loss.detach().mean() if loss.ndim else loss.detach()
     if l.is_cpu:
         res = torch.empty(2, dtype=torch.float32) if into is None else into
-        res.numpy()[:] = l.item()*w if w else 0.,d
+        a = res.numpy()
+        a[0],a[1] = l.item()*w if w else 0.,d
         return res
     if not isinstance(w, torch.Tensor): return torch.stack([l.float()*w if w else l.new_zeros(()), l.new_full((), d)])
     return torch.stack([torch.where(w>0, l.float()*w, 0.), d.float()])

@@ -80,7 +80,7 @@ def _counted(self:Weights, f, y):
 def fill(self:Weights):
     "Replace a batch without samples by one sample that counts for nothing"
     learn = self.phases.learn
-    if not len(learn.yb) or _size_of(learn.yb)!=0: return
+    if not len(learn.yb) or isinstance(learn.yb[0], Tensor) and learn.yb[0].numel() or _size_of(learn.yb)!=0: return
     one = lambda o: o.new_zeros(1, *o.shape[1:]) if isinstance(o, Tensor) and o.ndim and not len(o) else o
     learn.xb,learn.yb,self.empty = apply(one, learn.xb),apply(one, learn.yb),True
 
