@@ -67,8 +67,10 @@ def _mean(l): return l.mean() if l.ndim else l
 def _add(m, v, cls, learn):
     "Add the mean `v` over the samples of a batch, whose type is `cls`, to the average `m`, as fastai's metrics do"
     n = _size(learn)
-    with plain(): total = m.total+_detached(_mean(v) if isinstance(v, Tensor) and v is learn.loss else v, learn)*n
-    m.total = typed(total, cls) if type(total) is Tensor else total
+    with plain():
+        v = _detached(_mean(v) if v is learn.loss else v, learn)*n
+        if isinstance(m.total, Tensor): m.total += v # in place, as in fastai
+        else: m.total = typed(m.total+v, cls) if type(v) is Tensor else m.total+v
     m.count += n
 
 def _value(f, m, learn):
