@@ -48,6 +48,11 @@ def flatten_check(inp, targ):
 
 fastai.metrics.flatten_check = flatten_check
 
+# %% ../../nbs/309_evaluate.recorder.ipynb #35b8c892
+def _joint(a, b):
+    "Return the type of the sum of an `a` and a `b`"
+    return a if issubclass(a, b) or not issubclass(b, Tensor) else b
+
 # %% ../../nbs/309_evaluate.recorder.ipynb #6199c1ce
 def _detached(v, learn):
     "Return what `learn.to_detach(v)` returns, as a plain tensor where that is fastai's"
@@ -58,9 +63,11 @@ def _detached(v, learn):
 
 def _mean(l): return l.mean() if l.ndim else l
 
+
+
 def _add(m, v, cls, learn):
     "Add the mean `v` over the samples of a batch, whose type is `cls`, to the average `m`, as fastai's metrics do"
-    n = find_bs(learn.yb)
+    n,cls = find_bs(learn.yb),_joint(type(m.total), cls)
     with plain(): total = m.total+_detached(_mean(v) if isinstance(v, Tensor) and v is learn.loss else v, learn)*n
     m.total = typed(total, cls) if type(total) is Tensor else total
     m.count += n
@@ -72,7 +79,7 @@ def _value(f, m, learn):
     with plain(): return f(learn.pred, *learn.yb),type(m.total)
 
 def _smooth(m, learn):
-    cls = type(learn.loss)
+    cls = _joint(type(m.val), type(learn.loss))
     with plain(): val = torch.lerp(_detached(_mean(learn.loss), learn), m.val, m.beta)
     m.count,m.val = m.count+1,typed(val, cls)
 
