@@ -49,6 +49,11 @@ def flatten_check(inp, targ):
 
 fastai.metrics.flatten_check = flatten_check
 
+# %% ../../nbs/309_evaluate.recorder.ipynb #35b8c892
+def _joint(a, b):
+    "Return the type of the sum of an `a` and a `b`"
+    return a if issubclass(a, b) or not issubclass(b, Tensor) else b
+
 # %% ../../nbs/309_evaluate.recorder.ipynb #6199c1ce
 def _detached(v, learn):
     "Return what `learn.to_detach(v)` returns, as a plain tensor where that is fastai's"
@@ -69,8 +74,10 @@ def _add(m, v, cls, learn):
     n = _size(learn)
     with plain():
         v = _detached(_mean(v) if v is learn.loss else v, learn)*n
+        cls = _joint(type(m.total), cls)
         if isinstance(m.total, Tensor): m.total += v # in place, as in fastai
-        else: m.total = typed(m.total+v, cls) if type(v) is Tensor else m.total+v
+        else: m.total = m.total+v
+        if type(m.total) is Tensor: m.total = typed(m.total, cls)
     m.count += n
 
 def _value(f, m, learn):
@@ -80,7 +87,7 @@ def _value(f, m, learn):
     with plain(): return f(learn.pred, *learn.yb),type(m.total)
 
 def _smooth(m, learn):
-    cls = type(learn.loss)
+    cls = _joint(type(m.val), type(learn.loss))
     with plain(): val = torch.lerp(_detached(_mean(learn.loss), learn), m.val, m.beta)
     m.count,m.val = m.count+1,typed(val, cls)
 

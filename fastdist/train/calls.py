@@ -58,7 +58,7 @@ def call_of(
 
 def _named(e, cb, event_name):
     "Return `e` with the message that fastai gives it"
-    return modify_exception(e, f'Exception occured in `{type(cb).__name__}` when calling event `{event_name}`:\n\t{first(e.args)}', replace=True)
+    return modify_exception(e, f'Exception occured in `{type(cb).__name__}` when calling event `{event_name}`:\n\t{e.args[0]}', replace=True)
 
 # %% ../../nbs/540_train.calls.ipynb #799932bc
 def run_events(

@@ -20,6 +20,7 @@ __all__ = ['cancels', 'vote', 'decides', 'is_agreed', 'is_local', 'answers', 'de
 # %% ../../nbs/506_train.events.ipynb #ae8c6caa
 import inspect,traceback
 from contextlib import ExitStack,contextmanager,suppress
+from operator import is_not
 from types import CodeType,FunctionType
 from fastcore.all import *
 from fastai.basics import *
@@ -125,7 +126,8 @@ class Events:
     )->list: # Triples `(callback, whether ranks vote after it, function that calls it)`
         "Return the callbacks that do something at `event_name`, in order"
         cbs,key = self.learn.cbs.items,(event_name, self.learn.training, self.vote is None)
-        if cbs!=self.known: self.known,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
+        if self.known is None or len(cbs)!=len(self.known) or any(map(is_not, cbs, self.known)): # callbacks may call themselves equal
+            self.known,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
         if key not in self.plans: self.plans[key] = list(self._answering(event_name))
         return self.plans[key]
 
@@ -158,6 +160,8 @@ def __call__(self:Events,
 @patch
 def _begin(self:Events): self.phase,self.plans = self.phase+1,{}
 
+
+
 @patch
 def _call_and_vote(self:Events, cb, lone, event_name):
     mine = None
@@ -178,6 +182,19 @@ def _call_alone(self:Events, cb, event_name):
         self.alone = None
         if self.aside: self._go_on(at)
     if learn.cbs.items!=before: self._mark(before)
+
+# %% ../../nbs/506_train.events.ipynb #3b2c55dd
+_set_attr,_planned = Callback.__setattr__,{*_events,'order','training'}
+
+@patch
+def __setattr__(self:Callback, name, value):
+    "Set an attribute, as fastai does; a method for an event is in the plan of its Learner at once"
+    _set_attr(self, name, value)
+    lent = getattr(self.learn, '__dict__', {}).get('_call_one') if name in _planned else None
+    if isinstance(o := getattr(getattr(lent, '__self__', None), '_events', None), Events): o.known = None
+
+@patch
+def __getstate__(self:Events): return {**vars(self), 'known':None, 'plans':{}}
 
 # %% ../../nbs/506_train.events.ipynb #5488d8bd
 @patch

@@ -15,8 +15,8 @@ __all__ = ['Lean']
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.core import _events
-from fastai.data.load import DataLoader
-from ..data.loader import *
+
+
 from .proxy import *
 from .calls import *
 from .events import *
@@ -26,12 +26,10 @@ from .step import *
 # %% ../../nbs/542_train.lean.ipynb #ee5320e3
 class Lean(LendingCallback):
     "Lends a Learner in one process the step that ranks run"
-    _lent = '_with_events','_call_one','all_batches'
+    name,_lent = 'lean_step',('_with_events','_call_one','all_batches') # `learn.lean` is the method
     def _lend(self):
-        learn = self.learn
-        self.events,self.step = Events(learn),LeanStep(learn)
-        self.plain = all(getattr(type(learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__','_call_one'))
-        if not self.plain: return
+        self._events,self.step = Events(self.learn),LeanStep(self.learn)
+        if not runs_plainly(self.learn): return
         super()._lend()
         self.step.lend()
 
@@ -43,7 +41,7 @@ class Lean(LendingCallback):
 @patch
 def _on_call_one(self:Lean, event_name):
     if event_name not in _events: return type(self.learn)._call_one(self.learn, event_name)
-    self.events(event_name)
+    self._events(event_name)
 
 @patch
 def _on_with_events(self:Lean, f, event_type, ex, final=noop):

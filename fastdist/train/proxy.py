@@ -99,13 +99,19 @@ def be_alone(self:WrapperCallback,
 
 # %% ../../nbs/502_train.proxy.ipynb #16685e5d
 @patch
+def _give_way(self:WrapperCallback): return [o for o in self.learn._grab_cbs(LendingCallback) if not isinstance(o, WrapperCallback) and o.learn is self.learn]
+
+@patch
 def _lend(self:WrapperCallback):
     self.be_alone()
+    for o in self._give_way(): o._return()
     super(WrapperCallback, self)._lend()
+
 @patch
 def _return(self:WrapperCallback):
     self.unwrap()
     super(WrapperCallback, self)._return()
+    for o in self._give_way(): o._lend()
 
 # %% ../../nbs/502_train.proxy.ipynb #cbb90476
 @patch
