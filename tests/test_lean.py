@@ -31,11 +31,13 @@ def toy(n=37, bs=4, loss=None, model=None, data=None, **kw):
     data = data or [(o,o.sum(0, keepdim=True)) for o in x]
     dls = DataLoaders.from_dsets(data, data[:n//2+1], bs=bs, shuffle=True, num_workers=0, device='cpu')
     model = model or nn.Sequential(nn.Linear(2,6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(.2), nn.Linear(6,1))
-    return Learner(dls, model, loss_func=loss or MSELossFlat(), splitter=lambda m: [params(m[:2]),params(m[2:])] if isinstance(m, nn.Sequential) else params(m), **kw)
+    groups = lambda m: [params(m[:2]),params(m[2:])] if isinstance(m, nn.Sequential) else params(m)
+    return Learner(dls, model, loss_func=loss or MSELossFlat(), splitter=groups, **kw)
 
 def state(learn):
     rec,opt = getattr(learn, 'recorder', None),learn.opt
-    res = dict(rec={k:vars(rec)[k] for k in ('lrs','losses','values','iters') if k in vars(rec)} if rec else {}, weights=dict(learn.model.state_dict()), opt=opt.state_dict() if opt else None)
+    records = {k:vars(rec)[k] for k in ('lrs','losses','values','iters') if rec and k in vars(rec)}
+    res = dict(rec=records, weights=dict(learn.model.state_dict()), opt=opt.state_dict() if opt else None)
     at = {k:vars(learn).get(k) for k in ('loss','smooth_loss','train_iter','pct_train','n_iter','epoch','training','xb','yb','pred')}
     rngs = random.getstate(),list(np.random.get_state()[1]),torch.get_rng_state()
     return dict(res, at=at, rngs=rngs, grads=[None if p.grad is None else p.grad.clone() for p in learn.model.parameters()])
@@ -80,7 +82,8 @@ def many(learn):
 def preds(learn):
     learn.fit(1, 1e-2)
     dl = learn.dls.train
-    return [learn.get_preds(**kw) for kw in (dict(), dict(with_loss=True), dict(with_input=True, with_decoded=True), dict(dl=dl), dict(ds_idx=0, reorder=False))]
+    asked = dict(), dict(with_loss=True), dict(with_input=True, with_decoded=True), dict(dl=dl), dict(ds_idx=0, reorder=False)
+    return [learn.get_preds(**kw) for kw in asked]
 
 fronts = dict(fits=many, tune=lambda l: l.fine_tune(2, 1e-2), find=lambda l: (tuple(l.lr_find(num_it=20, show_plot=False)), l.fit(1)),
     validate=lambda l: [list(l.validate()), list(l.validate(dl=l.dls.train)), l.fit(1), list(l.validate())], preds=preds)
@@ -88,8 +91,8 @@ fronts = dict(fits=many, tune=lambda l: l.fine_tune(2, 1e-2), find=lambda l: (tu
 @each(fronts)
 def test_fronts(f): same(partial(toy, metrics=[mae,rmse]), f)
 
-opts = dict(sgd=SGD, mom=partial(SGD, mom=.9, wd=.1, decouple_wd=False), rms=RMSProp, adam=Adam, radam=RAdam, qhadam=QHAdam, larc=Larc, lamb=Lamb, ranger=ranger,
-    wrapped=partial(OptimWrapper, opt=torch.optim.AdamW))
+opts = dict(rms=RMSProp, adam=Adam, radam=RAdam, qhadam=QHAdam, larc=Larc, lamb=Lamb, ranger=ranger)
+opts |= dict(sgd=SGD, mom=partial(SGD, mom=.9, wd=.1, decouple_wd=False), wrapped=partial(OptimWrapper, opt=torch.optim.AdamW))
 @each(opts)
 def test_opts(f): same(partial(toy, opt_func=f), lambda l: (l.fit_one_cycle(1, 1e-2), l.freeze(), l.fit(1), l.get_preds())[-1])
 

@@ -57,8 +57,8 @@ def _joint(a, b):
 # %% ../../nbs/309_evaluate.recorder.ipynb #6199c1ce
 def _detached(v, learn):
     "Return what `learn.to_detach(v)` returns, as a plain tensor where that is fastai's"
-    dl = learn.dl
-    if not isinstance(v, Tensor) or 'to_detach' in vars(dl) or getattr(type(dl), 'to_detach', None) not in (None,StepDL.to_detach): return learn.to_detach(v)
+    dl = getattr(learn, 'dl', None)
+    if not isinstance(v, Tensor) or 'to_detach' in getattr(dl, '__dict__', ()) or getattr(type(dl), 'to_detach', None) not in (None,StepDL.to_detach): return learn.to_detach(v)
     if v.requires_grad: v = v.detach()
     return v if v.is_cpu else v.cpu()
 
@@ -71,13 +71,12 @@ def _mean(l): return l.mean() if l.ndim else l
 # %% ../../nbs/309_evaluate.recorder.ipynb #2ce4906f
 def _add(m, v, cls, learn):
     "Add the mean `v` over the samples of a batch, whose type is `cls`, to the average `m`, as fastai's metrics do"
-    n = _size(learn)
+    n,total = _size(learn),m.total
     with plain():
         v = _detached(_mean(v) if v is learn.loss else v, learn)*n
-        cls = _joint(type(m.total), cls)
-        if isinstance(m.total, Tensor): m.total += v # in place, as in fastai
-        else: m.total = m.total+v
-        if type(m.total) is Tensor: m.total = typed(m.total, cls)
+        cls = _joint(type(total), cls)
+        total += v # in place where it is a tensor, as in fastai
+        m.total = typed(total, cls) if type(total) is Tensor else total
     m.count += n
 
 def _value(f, m, learn):
@@ -120,8 +119,8 @@ def record_batch(
     _all(at, 'cancel_train', [rec.smooth_loss, *learn.metrics] if rec.train_metrics else [rec.smooth_loss], learn)
     hypers = learn.opt.hypers
     rec.lrs.append((hypers.items if type(hypers) is L else hypers)[-1]['lr'])
+    rec.losses.append(rec.smooth_loss.value)
     learn.smooth_loss = rec.smooth_loss.value
-    rec.losses.append(learn.smooth_loss)
 
 def _all(at, cancelled, mets, learn):
     for m in [] if at.get(cancelled) else mets: accumulate(m, learn)

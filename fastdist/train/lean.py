@@ -15,6 +15,8 @@ __all__ = ['Lean']
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.core import _events
+from fastai.data.load import DataLoader
+from ..data.loader import *
 
 
 from .proxy import *
@@ -30,6 +32,7 @@ class Lean(LendingCallback):
     def _lend(self):
         self._events,self.step = Events(self.learn),LeanStep(self.learn)
         if not runs_plainly(self.learn): return
+        self.__dict__['_lent'] = [k for k in type(self)._lent if is_plain(self.learn, k) and k not in vars(self.learn)]
         super()._lend()
         self.step.lend()
 

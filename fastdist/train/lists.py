@@ -325,6 +325,7 @@ def return_lists(
 def lists_ctx(
     opt # Of a Learner, or `None`
 ):
-    "Return a context manager in which the optimizers in `opt` step lists"
-    try: yield lend_lists(opt)
-    finally: return_lists(opt)
+    "Return a context manager in which the optimizers in `opt` step lists; within another one for `opt` it does nothing"
+    inner = any(map(_is_lent, (v for o in opts_in(opt) for v in vars(o).values())))
+    try: yield opt if inner else lend_lists(opt)
+    finally: inner or return_lists(opt)
