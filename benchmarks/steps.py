@@ -7,7 +7,7 @@ from work import works
 
 alone = dict(DDP='loops.Loop', Accelerate='loops.AccelerateLoop', Lightning='lit.Lightning', fastai='fast.Fastai')
 together = dict(DDP='loops.Loop', Accelerate='loops.AccelerateLoop', Lightning='lit.Lightning') | {
-    'fastai.distributed':'fast.FastaiDistributed', 'fastdist':'fast.Fastdist', 'fastdist, voting':'fast.FastdistVoting',
+    'Accelerate, gathering':'loops.AccelerateGather', 'fastai.distributed':'fast.FastaiDistributed', 'fastdist':'fast.Fastdist', 'fastdist, voting':'fast.FastdistVoting',
     'fastdist, sync_bn':'fast.FastdistSyncBN'}
 specs = {(k,1):(v,1) for k,v in alone.items()} | {(k,2):(v,2) for k,v in together.items()}
 # Memory that is freed stays with the process, or page faults decide by chance which one is fast; and a quiet profiler
@@ -61,7 +61,7 @@ def measured(runs, key, work, exchange, n):
 
 def summary(runs, counts, peer, work):
     "One row: medians over rounds, what each round measured, and collectives"
-    base = peer if peer in alone else 'fastai'
+    base = peer if peer in alone else 'Accelerate' if peer.startswith('Accelerate') else 'fastai'
     rounds = measured(runs, (base,1), work, True, 'one') | measured(runs, (peer,2), work, False, 'own') | measured(runs, (peer,2), work, True, 'two')
     res = dict(work=work, peer=peer, baseline=base, steps=works[work].steps, bs=works[work].bs, collectives=counts.get((peer,work)))
     res |= {k:median(v) for k,v in rounds.items()}

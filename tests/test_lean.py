@@ -102,13 +102,11 @@ def classes(y):
     return lambda **kw: toy(data=data, model=nn.Sequential(nn.Linear(2,8), nn.Linear(8,3)), **kw)
 def label(i): return i%3
 def hot(i): return torch.tensor([float(i%2),1.,0.])
-losses = dict(ce=(CrossEntropyLossFlat,label), smooth=(LabelSmoothingCrossEntropyFlat,label), smooth_=(LabelSmoothingCrossEntropy,label),
-    focal=(FocalLossFlat,label),
-    focal_=(FocalLoss,label), weighed=(partial(CrossEntropyLossFlat, weight=torch.tensor([1.,2.,.5])),label),
-    bce=(BCEWithLogitsLossFlat,hot), mse=(MSELossFlat,hot), l1=(L1LossFlat,hot),
-    torch_ce=(nn.CrossEntropyLoss,label), fun=(lambda: F.cross_entropy,label), mine=(lambda: lambda p,y: ((p-y)**2).sum(),hot),
-    sums=(partial(CrossEntropyLossFlat, reduction='sum'),label),
-    ints=(CrossEntropyLossFlat,lambda i: torch.tensor(i%3, dtype=torch.int16)))
+losses = dict(ce=(CrossEntropyLossFlat,label), smooth=(LabelSmoothingCrossEntropyFlat,label), focal=(FocalLossFlat,label), torch_ce=(nn.CrossEntropyLoss,label))
+losses |= dict(smooth_=(LabelSmoothingCrossEntropy,label), focal_=(FocalLoss,label), fun=(lambda: F.cross_entropy,label))
+losses |= dict(mse=(MSELossFlat,hot), l1=(L1LossFlat,hot), bce=(BCEWithLogitsLossFlat,hot), mine=(lambda: lambda p,y: ((p-y)**2).sum(),hot))
+losses |= dict(weighed=(partial(CrossEntropyLossFlat, weight=torch.tensor([1.,2.,.5])),label), sums=(partial(CrossEntropyLossFlat, reduction='sum'),label))
+losses |= dict(ints=(CrossEntropyLossFlat,lambda i: torch.tensor(i%3, dtype=torch.int16)))
 @each(losses)
 def test_losses(f): same(lambda: classes(f[1])(loss=f[0]()), lambda l: (l.fit(2, 1e-2), l.get_preds(with_loss=f[0] not in (losses['mine'][0],)))[-1])
 
@@ -140,14 +138,15 @@ class Track(TrackerCallback):
     def after_epoch(self):
         super().after_epoch()
         self.learn.tracked = [*getattr(self.learn, 'tracked', []), float(self.best), self.new_best]
-theirs = dict(bf16=lambda: MixedPrecision(AMPMode.BF16), accumulate=lambda: GradientAccumulation(10), clip=lambda: GradientClip(.1),
-    save=lambda: SaveModelCallback(fname='m'), 
-    best=lambda: [SaveModelCallback(every_epoch=True),EarlyStoppingCallback(patience=1, min_delta=9.)],
-    plateau=lambda: ReduceLROnPlateau(patience=1, min_delta=9.),
-    csv=CSVLogger, bn=BnFreeze, hooks=lambda: ActivationStats(with_hist=True), fetch=FetchPredsCallback, dropout=MCDropoutCallback, collect=CollectDataCallback,
-    skip=lambda: SkipToEpoch(1), short=lambda: ShortEpochCallback(.4, short_valid=False), short_=ShortEpochCallback, track=lambda: Track('valid_loss'),
-    param=lambda: ParamScheduler({'lr':SchedCos(1e-2, 1e-4), 'mom':combine_scheds([.3,.7], [SchedLin(.9,.8),SchedNo(.8,.8)])}),
-    nan=TerminateOnNaNCallback, cast=CastToTensor)
+plain_cbs = CSVLogger,BnFreeze,FetchPredsCallback,MCDropoutCallback,CollectDataCallback,ShortEpochCallback,TerminateOnNaNCallback,CastToTensor
+theirs = {o.__name__:o for o in plain_cbs}
+theirs |= dict(bf16=lambda: MixedPrecision(AMPMode.BF16), accumulate=lambda: GradientAccumulation(10), clip=lambda: GradientClip(.1))
+theirs |= dict(skip=lambda: SkipToEpoch(1))
+theirs |= dict(save=lambda: SaveModelCallback(fname='m'), hooks=lambda: ActivationStats(with_hist=True), track=lambda: Track('valid_loss'))
+theirs |= dict(best=lambda: [SaveModelCallback(every_epoch=True),EarlyStoppingCallback(patience=1, min_delta=9.)])
+theirs |= dict(plateau=lambda: ReduceLROnPlateau(patience=1, min_delta=9.), short=lambda: ShortEpochCallback(.4, short_valid=False))
+scheds = {'lr':SchedCos(1e-2, 1e-4), 'mom':combine_scheds([.3,.7], [SchedLin(.9,.8),SchedNo(.8,.8)])}
+theirs |= dict(param=lambda: ParamScheduler(scheds))
 
 def with_theirs(f):
     def run(l):
@@ -196,10 +195,9 @@ def own_n_inp():
     learn = toy(data=[(o,o.sum()*torch.ones(3),o[:1]) for o in xs], model=Two(), loss=MSELossFlat())
     learn.dls.n_inp = 2
     return learn
-data = dict(torch=torch_dls, inputs=lambda: toy(data=[(o,o.sum()*torch.ones(3),o[:1]) for o in xs], model=Two()), n_inp=own_n_inp,
-    targets=lambda: _targets(),
-    dicts=lambda: toy(data=[(dict(x=o),o[:1]) for o in xs], model=FromDict()), vision=vision,
-    tabular=tabular, collab=collab, language=language_model, classifier=text_classifier)
+data = dict(torch=torch_dls, n_inp=own_n_inp, vision=vision, tabular=tabular, collab=collab, language=language_model, classifier=text_classifier)
+data |= dict(inputs=lambda: toy(data=[(o,o.sum()*torch.ones(3),o[:1]) for o in xs], model=Two()), targets=lambda: _targets())
+data |= dict(dicts=lambda: toy(data=[(dict(x=o),o[:1]) for o in xs], model=FromDict()))
 def _targets():
     learn = toy(data=[(o,o[:1],o[1:]) for o in xs], model=Tuple(), loss=lambda p,a,b: F.mse_loss(p[0],a)+F.l1_loss(p[1],b))
     learn.dls.n_inp = 1
