@@ -8,8 +8,8 @@ without dampening), and a state does not go from one to the other.
 
 But a fastai optimizer is a list of functions, and those that fastai itself has are few. Each of them is written here once more, for lists of tensors instead of one: the same operations in the same order, each of
 which torch's `_foreach_` functions do for the whole list. So $n$ parameters and $k$ operations take $k$ calls instead of $nk$, and the result is the same: on the CPU `_foreach_` functions run the kernels that they replace,
-to the bit; on a GPU they round like them, but for a multiplication and an addition that the compiler of one may join, and for the rates of `Larc` and `Lamb`, which fastai brings to the CPU in each step and which stay where
-they are here.
+to the bit; on a GPU they may differ in the last one, where the compiler joins a multiplication and an addition in one of them, and in the rates of `Larc` and `Lamb`: fastai brings these to the CPU for each parameter, and
+here they stay where they are.
 
 Nothing else changes. Parameters, gradients, hyperparameters and the state are the optimizer's, and read anew in each step; only which of them go together is planned once. An optimizer with any function that is not fastai's
 steps as before."""
@@ -130,9 +130,11 @@ def _qhadam_step(x, lr, mom, sqr_mom, nu_1, nu_2, eps, **kw):
     torch._foreach_addcdiv_(x.p, steps, roots, value=-lr)
 
 # %% ../../nbs/550_train.lists.ipynb #1b44be13
+def _on_cpu(t): return t.is_cpu # where a number is read without waiting for a device
+
 def _add_scaled(ps, ts, rates):
     "Subtract each of `ts`, times its rate, from its parameter"
-    if ps[0].is_cpu:
+    if _on_cpu(ps[0]):
         for p,t,r in zip(ps, ts, rates): p.add_(t, alpha=-float(r))
     else: torch._foreach_sub_(ps, [t*r for t,r in zip(ts, rates)])
 
@@ -141,7 +143,7 @@ def _larc_layer_lr(x, lr, trust_coeff, wd, eps, clip=True, **kw):
     p,g = [torch.stack(torch._foreach_norm(o)) for o in (x.p,x.g)]
     own = lr*trust_coeff*p/(g+p*wd+eps)
     if not clip: x['local_lr'] = own.unbind()
-    elif own.is_cpu: x['local_lr'] = [o if c else lr for o,c in zip(own.unbind(), (own<lr).tolist())]
+    elif _on_cpu(own): x['local_lr'] = [o if c else lr for o,c in zip(own.unbind(), (own<lr).tolist())]
     else: x['local_lr'] = torch.where(own<lr, own, lr).unbind()
 
 def _larc_step(x, **kw): _add_scaled(x.p, x.grads, x['local_lr'])
@@ -158,7 +160,7 @@ def _lamb_step(x, lr, mom, sqr_mom, eps, **kw):
     wide = (lr*r).to(torch.promote_types(r.dtype, torch.float32)) # a number is not rounded to half precision
     wide = torch.where(r>10, lr*10, wide)
     rates = torch.where((r1==0)|(r2==0), lr, wide)
-    _add_scaled(x.p, steps, rates.tolist() if rates.is_cpu else rates.unbind())
+    _add_scaled(x.p, steps, rates.tolist() if _on_cpu(rates) else rates.unbind())
 
 # %% ../../nbs/550_train.lists.ipynb #4f43428f
 _lists = {sgd_step:_sgd_step, weight_decay:_weight_decay, l2_reg:_l2_reg, average_grad:_average_grad, average_sqr_grad:_average_sqr_grad,
@@ -180,7 +182,7 @@ def steps_as_lists(
 
 # %% ../../nbs/550_train.lists.ipynb #18d5a601
 _part_bytes = dict(cpu=2**20) # of parameters: with gradients, state and what is made besides, a core's second cache
-_device_bytes = 2**28 # one launch takes at most 2**26 bytes or so
+_device_bytes = 2**28 # several times what one launch of torch's covers
 
 def _alone(p, s):
     "Return whether parameter `p`, with state `s`, steps by itself"
@@ -196,7 +198,7 @@ def _cut(params):
     return parts
 
 def _overlap(params):
-    ptrs = [p.data_ptr() for p in params if p.numel()]
+    ptrs = [o for p in params if (o := p.data_ptr())]
     return len(set(ptrs))<len(ptrs)
 
 # %% ../../nbs/550_train.lists.ipynb #5d0d3b27

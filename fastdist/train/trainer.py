@@ -172,7 +172,7 @@ def wrap(self:DistributedTrainer):
     self.phases.check_steps()
     self.weigh.begin(self._window())
     self._events.windowed,self._events.known,self._events.around_loss = bool(self.weigh.window),None,self.weigh.around_loss if self.size>1 else None
-    self.lists = lend_lists(self.learn.opt) if self.size>1 else None
+    self.lists = lend_lists(self.learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(self.learn.dls.train, StepDL)))
     self.weigh.wrap()
