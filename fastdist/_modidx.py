@@ -2258,6 +2258,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastdist.train.lists._mixed': ('train.lists.html#_mixed', 'fastdist/train/lists.py'),
                                       'fastdist.train.lists._momentum_step': ('train.lists.html#_momentum_step', 'fastdist/train/lists.py'),
                                       'fastdist.train.lists._numbers': ('train.lists.html#_numbers', 'fastdist/train/lists.py'),
+                                      'fastdist.train.lists._on_cpu': ('train.lists.html#_on_cpu', 'fastdist/train/lists.py'),
                                       'fastdist.train.lists._overlap': ('train.lists.html#_overlap', 'fastdist/train/lists.py'),
                                       'fastdist.train.lists._own_step': ('train.lists.html#_own_step', 'fastdist/train/lists.py'),
                                       'fastdist.train.lists._qhadam_step': ('train.lists.html#_qhadam_step', 'fastdist/train/lists.py'),

@@ -10,6 +10,7 @@ from fastai.callback.all import *
 from fastai.optimizer import *
 from fastdist import *
 from fastdist.train.gradients import each_step,local
+from fastdist.train import lists
 from fastdist.train.lists import *
 
 l2 = dict(wd=.1, decouple_wd=False)
@@ -98,6 +99,25 @@ def test_operations_are_as_many_for_any_number(f):
         return count.n
     test_eq(count(3), count(30))
 
+@pytest.mark.parametrize('f', [f for k,f in opts.items() if k[:2]=='la'])
+def test_rates_that_stay_on_a_device(f, monkeypatch):
+    "They are multiplied with a tensor that is added, not within the addition, which rounds once more"
+    m,opt = run(f, never)
+    monkeypatch.setattr(lists, '_on_cpu', lambda t: False)
+    n,other = run(f, always)
+    rates = [[tensor(s.get('local_lr', 0.)) for s in o.state.values()] for o in (opt,other)]
+    for a,b in zip([*m.parameters(),*rates[0]], [*n.parameters(),*rates[1]], strict=True): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+@each
+def test_nothing_is_read(f):
+    "On a device that has no numbers, reading one is an error"
+    ps = [nn.Parameter(torch.ones(3, device='meta')) for _ in range(3)]
+    for p in ps: p.grad = torch.ones_like(p)
+    opt = lend_lists(f(ps, lr=.1))
+    for _ in range(8):
+        opt.step()
+        opt.zero_grad()
+
 @each
 @pytest.mark.parametrize('dtype', (torch.float64,torch.bfloat16,torch.half))
 def test_other_types(f, dtype): compare(run(f, never, dtype=dtype), run(f, always, dtype=dtype))
@@ -171,8 +191,8 @@ def rows(rank, f):
     learn = Learner(DataLoaders.from_dsets(data, data, bs=3, num_workers=0, device='cpu'), nn.Linear(8,3), loss_func=CrossEntropyLossFlat(), opt_func=f)
     with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging():
         learn.fit(1)
-        lists = learn.opt.step.__self__
-        return lists.known,lists.known and len(lists.alone[0]),local(learn.opt.state[learn.opt.param_lists[0][0]]['grad_avg']).shape
+        o = learn.opt.step.__self__
+        return o.known,o.known and len(o.alone[0]),local(learn.opt.state[learn.opt.param_lists[0][0]]['grad_avg']).shape
 
 @pytest.mark.replicas
 def test_rows():
