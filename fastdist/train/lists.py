@@ -19,7 +19,7 @@ steps as before."""
 # %% auto #0
 __all__ = ['steps_as_lists', 'ListSteps', 'opts_in', 'lend_lists', 'return_lists', 'lists_ctx']
 
-# %% ../../nbs/550_train.lists.ipynb #40ffb2d5
+# %% ../../nbs/550_train.lists.ipynb #b35d12c9
 import math,torch
 import torch.nn.functional as F
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from fastai.optimizer import (Lookahead,adam_step,average_grad,average_sqr_grad,
     qhadam_step,radam_step,rms_prop_step,sgd_step,step_stat,weight_decay,debias,_update)
 from .gradients import *
 
-# %% ../../nbs/550_train.lists.ipynb #98def213
+# %% ../../nbs/550_train.lists.ipynb #b8203f70
 class _Part:
     "Tensors that take a step together: parameters `p`, their gradients `g` and their states `s`, in lists"
     __slots__ = 'p','g','s'
@@ -54,24 +54,24 @@ class _Part:
     @property
     def step(self): return self.s[0]['step']
 
-# %% ../../nbs/550_train.lists.ipynb #4344bff6
+# %% ../../nbs/550_train.lists.ipynb #33b13d3d
 def _scale(ts, c):
     "Multiply `ts` by a number, in place"
     if not (ts[0].is_cpu and ts[0].dtype.itemsize==2): return torch._foreach_mul_(ts, c)
     for t in ts: t.mul_(c)
 
-# %% ../../nbs/550_train.lists.ipynb #c84c7ddc
+# %% ../../nbs/550_train.lists.ipynb #3b24c91c
 def _sgd_step(x, lr, **kw): torch._foreach_add_(x.p, x.g, alpha=-lr)
 def _momentum_step(x, lr, **kw): torch._foreach_add_(x.p, x['grad_avg'], alpha=-lr)
 
 def _weight_decay(x, lr, wd, **kw):
     if wd!=0 and (ps := x.decayed(x.p)): _scale(ps, 1-lr*wd)
 
-# %% ../../nbs/550_train.lists.ipynb #4a724c8c
+# %% ../../nbs/550_train.lists.ipynb #c9eb37bd
 def _l2_reg(x, lr, wd, **kw):
     if wd!=0 and (ps := x.decayed(x.p)): torch._foreach_add_([g.data for g in x.decayed(x.g)], ps, alpha=wd)
 
-# %% ../../nbs/550_train.lists.ipynb #acc56439
+# %% ../../nbs/550_train.lists.ipynb #4c63a7f3
 def _average_grad(x, mom, dampening=False, **kw):
     avgs = x.averages('grad_avg')
     _scale(avgs, mom)
@@ -82,7 +82,7 @@ def _average_sqr_grad(x, sqr_mom, dampening=True, **kw):
     _scale(avgs, sqr_mom)
     torch._foreach_addcmul_(avgs, x.g, x.g, value=1-sqr_mom if dampening else 1.)
 
-# %% ../../nbs/550_train.lists.ipynb #adf44e57
+# %% ../../nbs/550_train.lists.ipynb #2bfe3ffa
 def _root(x, d, eps=0.):
     "The root of the average of squares divided by `d`, plus `eps`"
     res = torch._foreach_div(x['sqr_avg'], d)
@@ -93,7 +93,7 @@ def _root(x, d, eps=0.):
 def _debiased(x, mom, sqr_mom): return debias(mom, 1-mom, x.step),debias(sqr_mom, 1-sqr_mom, x.step)
 def _step_stat(x, **kw): x['step'] = [s.get('step', 0)+1 for s in x.s]
 
-# %% ../../nbs/550_train.lists.ipynb #81808fcb
+# %% ../../nbs/550_train.lists.ipynb #91fa05c1
 def _rms_prop_step(x, lr, eps, **kw):
     roots = torch._foreach_sqrt(x['sqr_avg'])
     torch._foreach_add_(roots, eps)
@@ -103,7 +103,7 @@ def _adam_step(x, lr, mom, sqr_mom, eps, **kw):
     d1,d2 = _debiased(x, mom, sqr_mom)
     torch._foreach_addcdiv_(x.p, x['grad_avg'], _root(x, d2, eps), value=-lr/d1)
 
-# %% ../../nbs/550_train.lists.ipynb #e8e07acb
+# %% ../../nbs/550_train.lists.ipynb #058846d4
 def _radam_step(x, lr, mom, sqr_mom, eps, beta, **kw):
     d1,d2 = _debiased(x, mom, sqr_mom)
     r_inf = 2/(1-sqr_mom)-1
@@ -113,7 +113,7 @@ def _radam_step(x, lr, mom, sqr_mom, eps, beta, **kw):
     if beta: roots = [F.softplus(o, beta) for o in roots]
     torch._foreach_addcdiv_(x.p, x['grad_avg'], roots, value=-lr*v/d1)
 
-# %% ../../nbs/550_train.lists.ipynb #92d815d1
+# %% ../../nbs/550_train.lists.ipynb #c81957eb
 def _mixed(a, b, nu):
     "`(1-nu)*a+nu*b`; `b` is used up"
     res = torch._foreach_mul(a, 1-nu)
@@ -129,7 +129,7 @@ def _qhadam_step(x, lr, mom, sqr_mom, nu_1, nu_2, eps, **kw):
     steps = _mixed(x.g, torch._foreach_div(x['grad_avg'], d1), nu_1)
     torch._foreach_addcdiv_(x.p, steps, roots, value=-lr)
 
-# %% ../../nbs/550_train.lists.ipynb #1b44be13
+# %% ../../nbs/550_train.lists.ipynb #09d90ae9
 def _on_cpu(t): return t.is_cpu # where a number is read without waiting for a device
 
 def _add_scaled(ps, ts, rates):
@@ -138,7 +138,7 @@ def _add_scaled(ps, ts, rates):
         for p,t,r in zip(ps, ts, rates): p.add_(t, alpha=-float(r))
     else: torch._foreach_sub_(ps, [t*r for t,r in zip(ts, rates)])
 
-# %% ../../nbs/550_train.lists.ipynb #09d06e3d
+# %% ../../nbs/550_train.lists.ipynb #15c32cbd
 def _larc_layer_lr(x, lr, trust_coeff, wd, eps, clip=True, **kw):
     p,g = [torch.stack(torch._foreach_norm(o)) for o in (x.p,x.g)]
     own = lr*trust_coeff*p/(g+p*wd+eps)
@@ -148,7 +148,7 @@ def _larc_layer_lr(x, lr, trust_coeff, wd, eps, clip=True, **kw):
 
 def _larc_step(x, **kw): _add_scaled(x.p, x.grads, x['local_lr'])
 
-# %% ../../nbs/550_train.lists.ipynb #1412c868
+# %% ../../nbs/550_train.lists.ipynb #90b11d2d
 def _rms(ts): return torch.stack([o.mean() for o in torch._foreach_pow(ts, 2)]).sqrt()
 
 def _lamb_step(x, lr, mom, sqr_mom, eps, **kw):
@@ -162,7 +162,7 @@ def _lamb_step(x, lr, mom, sqr_mom, eps, **kw):
     rates = torch.where((r1==0)|(r2==0), lr, wide)
     _add_scaled(x.p, steps, rates.tolist() if _on_cpu(rates) else rates.unbind())
 
-# %% ../../nbs/550_train.lists.ipynb #4f43428f
+# %% ../../nbs/550_train.lists.ipynb #2b37ecd6
 _lists = {sgd_step:_sgd_step, weight_decay:_weight_decay, l2_reg:_l2_reg, average_grad:_average_grad, average_sqr_grad:_average_sqr_grad,
     momentum_step:_momentum_step, rms_prop_step:_rms_prop_step, step_stat:_step_stat, adam_step:_adam_step, radam_step:_radam_step,
     qhadam_step:_qhadam_step, larc_layer_lr:_larc_layer_lr, larc_step:_larc_step, lamb_step:_lamb_step}
@@ -180,8 +180,8 @@ def steps_as_lists(
     "Return whether `opt` is fastai's, with its own `step`, and fastai has all of its step functions"
     return isinstance(opt, Optimizer) and _own_step(opt) and all(_known(cb) for cb in opt.cbs)
 
-# %% ../../nbs/550_train.lists.ipynb #18d5a601
-_part_bytes = dict(cpu=2**20) # of parameters: with gradients, state and what is made besides, a core's second cache
+# %% ../../nbs/550_train.lists.ipynb #d0f29559
+_part_bytes = dict(cpu=2**20) # of parameters
 _device_bytes = 2**28 # several times what one launch of torch's covers
 
 def _alone(p, s):
@@ -201,7 +201,7 @@ def _overlap(params):
     ptrs = [o for p in params if (o := p.data_ptr())]
     return len(set(ptrs))<len(ptrs)
 
-# %% ../../nbs/550_train.lists.ipynb #5d0d3b27
+# %% ../../nbs/550_train.lists.ipynb #05b0a27b
 _debiasing = adam_step,radam_step,qhadam_step,lamb_step
 
 def _by_step(params, state):
@@ -212,7 +212,7 @@ def _by_step(params, state):
 
 def _numbers(h): return _held.isdisjoint(h) and all(isinstance(v, (int,float)) for v in h.values())
 
-# %% ../../nbs/550_train.lists.ipynb #4b7cc91b
+# %% ../../nbs/550_train.lists.ipynb #438fcf22
 class ListSteps:
     "Steps of fastai's `opt` over lists of tensors; what is not known steps as before"
     def __init__(self,
@@ -251,7 +251,7 @@ class ListSteps:
             self.key,self.state,self.live = key,opt.state,live
         return self.known and type(opt).step is _own[0] and all(map(_numbers, opt.hypers))
 
-# %% ../../nbs/550_train.lists.ipynb #1e205b85
+# %% ../../nbs/550_train.lists.ipynb #5ec3ec3f
 @patch
 def step(self:ListSteps,
     closure=None # Not supported by fastai, which says so
@@ -275,7 +275,7 @@ def _one(self:ListSteps, p, h):
     x,s = p if self.row is None else self.row(p),self.state[p]
     for cb in self.opt.cbs: s = _update(s, cb(x, **{**s, **h}))
 
-# %% ../../nbs/550_train.lists.ipynb #6f46e977
+# %% ../../nbs/550_train.lists.ipynb #de0cc785
 @patch
 @torch.no_grad()
 def zero_grad(self:ListSteps):
@@ -285,14 +285,14 @@ def zero_grad(self:ListSteps):
         if g.requires_grad: g.detach_()
     if gs: torch._foreach_zero_(gs)
 
-# %% ../../nbs/550_train.lists.ipynb #9df45d43
+# %% ../../nbs/550_train.lists.ipynb #ee6a2af3
 def opts_in(
     opt # A Learner's optimizer, or `None`
 )->list: # The outer one first
     "Return `opt` and the optimizers inside of it"
     return [] if opt is None else [opt, *opts_in(vars(opt).get('opt'))]
 
-# %% ../../nbs/550_train.lists.ipynb #c9e51767
+# %% ../../nbs/550_train.lists.ipynb #4df25f48
 def _is_lent(v): return isinstance(o := getattr(v, '__self__', None), ListSteps) and o.row is None
 def _without(opt): return {k:v for k,v in vars(opt).items() if k!='__getstate__' and not _is_lent(v)}
 
@@ -300,7 +300,7 @@ def _may_lend(opt):
     own = hasattr(type(opt), 'zero_grad') and type(opt).zero_grad is Optimizer.zero_grad and (steps_as_lists(opt) or type(opt) is Lookahead)
     return own and vars(opt).keys().isdisjoint({'step','zero_grad','__getstate__'})
 
-# %% ../../nbs/550_train.lists.ipynb #adc92ac3
+# %% ../../nbs/550_train.lists.ipynb #45c942cb
 def lend_lists(
     opt # Of a Learner, or `None`
 ):
@@ -312,7 +312,7 @@ def lend_lists(
         if type(o) is not Lookahead: o.step = lists.step
     return opt
 
-# %% ../../nbs/550_train.lists.ipynb #a17819ee
+# %% ../../nbs/550_train.lists.ipynb #e44bb9fb
 def return_lists(
     opt # Of a Learner, or `None`
 ):
