@@ -282,6 +282,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'fastdist/comm/inquiry.py'),
                                        'fastdist.comm.inquiry.InquiryConnection._end_inquiry': ( 'comm.inquiry.html#inquiryconnection._end_inquiry',
                                                                                                  'fastdist/comm/inquiry.py'),
+                                       'fastdist.comm.inquiry.InquiryConnection._go_on': ( 'comm.inquiry.html#inquiryconnection._go_on',
+                                                                                           'fastdist/comm/inquiry.py'),
                                        'fastdist.comm.inquiry.InquiryConnection._hear': ( 'comm.inquiry.html#inquiryconnection._hear',
                                                                                           'fastdist/comm/inquiry.py'),
                                        'fastdist.comm.inquiry.InquiryConnection._look': ( 'comm.inquiry.html#inquiryconnection._look',

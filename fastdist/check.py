@@ -236,7 +236,7 @@ def main(
     job:Annotated[int, 'Print where each rank of a running job stands, instead; PID is one of its processes or its launcher', dict(nargs='?', const=0, metavar='PID')]=None
 ):
     "Check ranks, collectives, replicas and exactness where this runs, measure bandwidth and steps, and exit with 1 where something is wrong"
-    if job is not None: return show_job(job) or sys.exit(1)
+    if job is not None: sys.exit(not show_job(job))
     run = import_module('fastdist.check').check_job # which other processes find, unlike one in __main__
     if (nprocs or 1)>1 and World.from_env().size==1: run = Accelerator(nprocs=nprocs).distribute(run)
     if not run(nprocs, timeout, shard=shard): sys.exit(1)

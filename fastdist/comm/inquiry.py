@@ -78,7 +78,7 @@ def as_line(
     failed={}, # Rank -> last line of its error
 )->str:
     "Return the line of the report that is about `rank`"
-    o,error = answers[rank],f'; it failed: {failed[rank]}' if rank in failed else ''
+    o,error = answers[rank],f'; it failed: {failed[rank].strip()}' if rank in failed else ''
     if rank in left: return f'  rank {rank} has left the job{error}'
     if not o: return f'  rank {rank} is silent: its process was stopped or has ended, or a call holds the interpreter\'s lock{error}'
     return f'  rank {rank} ({o["who"]}) {_state(rank, answers)}: ' + ', '.join(filter(None, (o['where'],o['place']))) + error
@@ -147,7 +147,7 @@ class OwnReport:
 class InquiryConnection(RelayedConnection):
     "Control connection over which all ranks say where they stand when one of them is asked"
     own_kinds = RelayedConnection.own_kinds|{'answered'}
-    answer_time = 2. # seconds that ranks have for their answers
+    answer_time,pause = 2.,.5 # seconds that ranks have for their answers; seconds from the end of an inquiry to the next
     def __init__(self,
         world, # As for `RelayedConnection`
         patience:float=600. # As for `RelayedConnection`
@@ -156,7 +156,7 @@ class InquiryConnection(RelayedConnection):
         self.by_signal,self.local = ReportSignal(),None
         self.askers,self.own_due = [],math.inf # connections that wait for the report, `None` for the signal; when this rank makes one of its own
         self.inquiry,self.inquiries = None,0 # on rank 0: the open one; how many there were
-        self.said,self.quiet = '',0. # on rank 0: the last report; until when it is not made again
+        self.quiet,self.shown = 0.,0. # on rank 0: until when no inquiry begins; until when a signal belongs to the report that was shown
 
 # %% ../../nbs/115_comm.inquiry.ipynb #949a9fba
 @patch
@@ -184,7 +184,7 @@ def _hear(self:InquiryConnection, line):
 def _look(self:InquiryConnection, now):
     RelayedConnection._look(self, now)
     with harmless():
-        if self.inquiry and now>=self.inquiry.due: self._end_inquiry()
+        if self.inquiry: self._go_on(now)
         if now>=self.own_due: self._report_alone()
 
 @patch
@@ -214,11 +214,10 @@ def _report_alone(self:InquiryConnection):
 def _on_inquire(self:InquiryConnection, rank, signal):
     with harmless():
         now,asker = time.monotonic(),(rank,signal)
-        if self.inquiry: return self.inquiry.askers.append(asker)
-        if now<self.quiet: return self._send_report('' if signal else self.said, *asker)
-        self.inquiries += 1
-        self.inquiry = SimpleNamespace(n=self.inquiries, askers=[asker], answers={}, due=now+self.answer_time)
-        self.tell('inquiry', n=self.inquiries)
+        if signal and now<self.shown: return self._send_report('', *asker)
+        if not self.inquiry: self.inquiry = SimpleNamespace(n=0, askers=[], answers={}, due=max(now, self.quiet))
+        self.inquiry.askers.append(asker)
+        if not self.inquiry.n: self._go_on(now)
 
 @patch
 def _on_inquiry(self:InquiryConnection, rank, n):
@@ -234,14 +233,25 @@ def _on_answer(self:InquiryConnection, rank, n, said):
 
 # %% ../../nbs/115_comm.inquiry.ipynb #991614d5
 @patch
+def _go_on(self:InquiryConnection, now):
+    "On rank 0: begin the inquiry if it is due, and end it when its time is over"
+    if now<self.inquiry.due: return
+    if self.inquiry.n: return self._end_inquiry()
+    self.inquiries += 1
+    self.inquiry.n,self.inquiry.due = self.inquiries,now+self.answer_time
+    self.tell('inquiry', n=self.inquiries)
+
+@patch
 def _end_inquiry(self:InquiryConnection):
     "On rank 0: make the report, and send it to those who asked; of those who were signalled, the first shows it for all"
-    o,self.inquiry,self.quiet = self.inquiry,None,time.monotonic()+1
+    o,self.inquiry,now = self.inquiry,None,time.monotonic()
     text = report_text({r:o.answers.get(r) for r in range(self.world.size)}, self.left, self.errors)
-    self.said = text if len(text)<_longest else f'{text[:_longest]}\n...'
+    if len(text)>_longest: text = f'{text[:_longest]}\n...'
     shows = first(r for r,signal in o.askers if signal)
-    for r,signal in o.askers: self._send_report('' if signal and r!=shows else self.said, r, signal)
+    self.quiet,self.shown = now+self.pause,self.shown if shows is None else now+1
+    for r,signal in o.askers: self._send_report('' if signal and r!=shows else text, r, signal)
 
+# %% ../../nbs/115_comm.inquiry.ipynb #991614d6
 @patch
 def _send_report(self:InquiryConnection, text, rank, signal):
     if rank: self.send_to(rank, kind='answered', text=text, signal=signal)
