@@ -1,5 +1,5 @@
 "A running job is asked where its ranks stand: by a signal, over a socket, from outside; nothing it does changes by that"
-import io,os,pytest,re,signal,sys,threading,time
+import io,os,pytest,re,signal,threading
 from ctypes import PyDLL
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
@@ -116,8 +116,8 @@ def test_a_users_handler_stays():
         learn = small_learner(8, 60)
         with learn.no_logging(), learn.no_bar(), learn.distrib_ctx():
             os.kill(os.getpid(), signal.SIGUSR2)
-            learn.fit(1)
             said = report()
+            learn.fit(1)
         signal.raise_signal(signal.SIGUSR2)
         return got,title in said
     test_eq(on_ranks(run, join=False), [([r,r],True) for r in range(2)])
@@ -193,5 +193,5 @@ def test_torchrun_is_asked_from_outside(warm, tmp_path):
     test_eq((len(pids), [o for o in running_ranks() if o.pid in pids]), (2,[]))
 
 def test_a_job_that_is_not_there(capsys):
-    with pytest.raises(SystemExit): main(job=1)
+    with pytest.raises(SystemExit): main(job=2**22+1)
     assert 'no job of yours' in capsys.readouterr().err
