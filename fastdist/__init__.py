@@ -6,11 +6,13 @@
 - `fastdist.comm.control`: The control connection between all ranks, beside the process group
 - `fastdist.comm.exchanges`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
+- `fastdist.comm.inquiry`: A running job says where each rank stands, when any of its processes is asked
 - `fastdist.comm.listener`: Authenticated connections between the ranks of one job
 - `fastdist.comm.memory`: Memory that one rank of a node fills for all ranks of the node
 - `fastdist.comm.messages`: Messages between two ranks, as lines of JSON over a socket
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
+- `fastdist.comm.requests`: Requests for a report of a running process, by a signal or over a socket of its node
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
 - `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step

@@ -12,10 +12,11 @@ head, however that ends."""
 
 # %% auto #0
 __all__ = ['cpu_random', 'set_cpu_random', 'end_with_head', 'rank_env', 'is_server', 'Ranks', 'in_shell', 'passed_on',
-           'dies_as_ranks', 'start_ranks']
+           'dies_as_ranks', 'is_default', 'asks_first', 'start_ranks']
 
 # %% ../../nbs/010_job.spawn.ipynb #04fb8e94
-import atexit,codecs,os,selectors,signal,sys,time,torch,numpy as np,random
+import atexit,codecs,os,re,selectors,signal,sys,time,torch,numpy as np,random
+from ctypes import CDLL,c_void_p,create_string_buffer,sizeof
 from importlib import import_module
 from contextlib import contextmanager,suppress
 from multiprocessing import get_all_start_methods,get_context,parent_process
@@ -273,6 +274,35 @@ def dies_as_ranks():
     finally:
         if died: os.kill(os.getpid(), died[0])
 
+# %% ../../nbs/010_job.spawn.ipynb #74d73b4a
+def is_default(
+    signum:int # Number of a signal
+)->bool:
+    "Return whether no handler of `signum` is installed, neither by Python nor by C code"
+    old = create_string_buffer(512) # larger than a `struct sigaction` anywhere, which begins with the handler
+    CDLL(None).sigaction(signum, None, old)
+    return signal.getsignal(signum)==signal.SIG_DFL and not any(old.raw[:sizeof(c_void_p)])
+
+def _handles(pid, signum):
+    "Return whether process `pid` has a handler of `signum`, where Linux can say so"
+    with suppress(OSError): return bool(int(re.search(r'SigCgt:\s*(\w+)', Path(f'/proc/{pid}/status').read_text())[1], 16)>>signum-1 & 1)
+    return False
+
+# %% ../../nbs/010_job.spawn.ipynb #6dccff8c
+@contextmanager
+def asks_first(
+    procs:list # Of `multiprocessing`
+):
+    "Pass `SIGUSR2` on to the first of `procs` that handles it, where this process has no handler of its own"
+    def ask(*args):
+        p = first(p for p in procs if p.is_alive() and _handles(p.pid, signal.SIGUSR2))
+        if p: os.kill(p.pid, signal.SIGUSR2)
+    ours = current_thread() is main_thread() and is_default(signal.SIGUSR2)
+    if ours: signal.signal(signal.SIGUSR2, ask)
+    try: yield
+    finally:
+        if ours: signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
 # %% ../../nbs/010_job.spawn.ipynb #5f62a115
 def start_ranks(
     fun:callable, # Called as `fun(rank)` on each rank
@@ -285,7 +315,7 @@ def start_ranks(
     with dies_as_ranks() as died, TemporaryDirectory(prefix='fastdist') as d:
         ranks = Ranks(fun, n, d, start, show_all)
         try:
-            with passed_on(ranks.procs, died): ranks.wait()
+            with passed_on(ranks.procs, died), asks_first(ranks.procs): ranks.wait()
         finally: ranks.end()
         res,states = zip(*[read(f'{d}/result{r}') for r in range(n if all_ranks else 1)])
     set_cpu_random(states[0])

@@ -17,9 +17,8 @@ from fastai.basics import *
 from fastai.callback.core import _events
 from fastai.data.load import DataLoader
 from ..data.loader import *
-
-
 from .proxy import *
+from .context import *
 from .calls import *
 from .events import *
 from .lists import *
@@ -49,7 +48,9 @@ def _on_call_one(self:Lean, event_name):
 @patch
 def _on_with_events(self:Lean, f, event_type, ex, final=noop):
     if event_type in ('batch','backward','step'): return run_events(self.learn._call_one, f, event_type, ex, final)
-    with lists_ctx(self.learn.opt if event_type=='fit' else None): type(self.learn)._with_events(self.learn, f, event_type, ex, final)
+    run = partial(type(self.learn)._with_events, self.learn, f, event_type, ex, final)
+    if event_type!='fit': return run()
+    with lists_ctx(self.learn.opt), own_report(self.learn): run()
 
 # %% ../../nbs/542_train.lean.ipynb #e6bea6cd
 @patch

@@ -58,7 +58,7 @@ from .lr_find import *
 class DistributedTrainer(AgreeingCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = 'job','_events','phases','layout','weigh','evaluate'
+    _stateattrs = 'job','_events','phases','layout','weigh','evaluate','own_report'
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Whether batch norm counts the samples of all ranks
@@ -77,7 +77,8 @@ class DistributedTrainer(AgreeingCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, _plain=False, compares=False)
+        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, own_report=None)
+        self.__dict__.update(_plain=False, compares=False)
 
     @property
     def size(self):
@@ -101,7 +102,11 @@ def _lend(self:DistributedTrainer):
     check_env(os.environ)
     _warn_lone(os.environ)
     w,plan = self.accelerator.world,self.plan
-    if w.size==1 and _asks_for_nothing(self.options, os.environ): return
+    if w.size>1 or not _asks_for_nothing(self.options, os.environ): self._join(w, plan)
+    if w.size==1: self.own_report = own_report(self.learn).__enter__()
+
+@patch
+def _join(self:DistributedTrainer, w, plan):
     self.be_alone(w.size)
     self.job = Job(self.learn, w, dict(self.options), self.patience, place_model=not plan or w.size==1)
     self.accelerator.adopt(self.job.member, self.job.live.acc)
@@ -156,13 +161,14 @@ def _layout(self:DistributedTrainer, w, plan):
 # %% ../../nbs/536_train.trainer.ipynb #3e977edb
 @patch
 def _return(self:DistributedTrainer):
+    if self.own_report: self.own_report.__exit__()
     if self.step: self.step.take_back()
     super(DistributedTrainer, self)._return()
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
     self._hand_over(None, None)
     self.accelerator.adopt(None, None)
-    self.job = None
+    self.job = self.own_report = None
 
 # %% ../../nbs/536_train.trainer.ipynb #c5d0222a
 @patch
@@ -269,9 +275,7 @@ def _in_phase(self:DistributedTrainer, run, f, event_type, *args):
         if event_type=='train' and self.compares: self.layout.compare(self.learn, f'at the end of training in epoch {self.learn.epoch}')
 
 @patch
-def _where(self:DistributedTrainer):
-    at = vars(self.learn)
-    return f'{"training" if at.get("training") else "evaluation"}, epoch {at.get("epoch", 0)}, batch {at.get("iter", 0)}'
+def _where(self:DistributedTrainer): return loop_place(self.learn)
 
 # %% ../../nbs/536_train.trainer.ipynb #260e6383
 @patch
