@@ -130,8 +130,9 @@ from .train.trainer import DistributedTrainer
 from .learner import ParallelTrainer
 from . import saving
 from .observe.desync import DesyncCheck
+from .observe.timeline import Timeline
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-    'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted']
+    'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted', 'Timeline']

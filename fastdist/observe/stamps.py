@@ -20,7 +20,7 @@ from fastai.basics import *
 
 # %% ../../nbs/610_observe.stamps.ipynb #15cdeddc
 parts = 'data','to device','forward','backward','exchange','optimizer','callbacks','validation'
-_exchange,_callbacks,_valid = map(parts.index, ('exchange','callbacks','validation'))
+_data,_moves,_forward,_backward,_exchange,_step,_callbacks,_valid = range(len(parts))
 _idle = len(parts) # Between epochs
 n_cols = 2+len(parts) # of a row: begin, end of the backward pass, parts
 
@@ -58,6 +58,19 @@ def _take_spent(self:Clock, own):
     elif self.state<_idle: self.row[_exchange] += spent
     return own-spent
 
+@patch
+def moving(self:Clock,
+    f:callable, # Moves a batch to the device
+    *args, # Of `f`
+    **kwargs # Of `f`
+): # What `f` returns
+    "Call `f`, and count its time as that of a batch on its way to the device, where a batch of training is made"
+    if self.depth or self.state==_idle: return f(*args, **kwargs)
+    was = self.state
+    self.mark(_moves)
+    try: return f(*args, **kwargs)
+    finally: self.mark(was)
+
 # %% ../../nbs/610_observe.stamps.ipynb #8542abd1
 @patch
 def enter(self:Clock):
@@ -75,13 +88,13 @@ def leave(self:Clock):
 @patch
 def begin_row(self:Clock):
     "Begin a batch"
-    self.mark(0)
+    self.mark(_data)
     self.row,self.begun,self.met,self.level = [0]*_idle,self.last,0,0
 
 @patch
 def end_row(self:Clock):
     "End a batch, and begin the next"
-    self.mark(0)
+    self.mark(_data)
     row,self.row = self.row,[0]*_idle
     self.outside[0] += row[_valid]
     self.ring[self.n%self.size] = self.begun,self.met or self.last,*row
@@ -89,7 +102,8 @@ def end_row(self:Clock):
 
 @patch
 def end_rows(self:Clock):
-    "End the batches of an epoch; what was begun of the next one is dropped"
+    "End the batches of an epoch; what was begun of the next one is dropped, unless its gradients are there"
+    if self.met: self.end_row()
     self.mark(_idle)
     self.outside[0] += self.row[_valid]
     self.row = [0]*_idle
@@ -108,8 +122,6 @@ def restart(self:Clock):
     self.last,self.state = self.read(),_idle
 
 # %% ../../nbs/610_observe.stamps.ipynb #7c2528e9
-_of = lambda *names: map(parts.index, names)
-_data,_,_forward,_backward,_,_step,*_ = range(len(parts))
 _after = dict(before_batch=_forward, after_pred=_forward, after_loss=_backward, before_backward=_backward, after_cancel_backward=_callbacks, after_backward=_step,
     before_step=_step, after_cancel_step=_callbacks, after_step=_step, after_cancel_batch=_callbacks) # event -> the part that begins after its last callback
 

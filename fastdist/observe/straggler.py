@@ -68,19 +68,23 @@ def waited_for(
 # %% ../../nbs/612_observe.straggler.ipynb #d76f3fad
 def find_late(
     s:Steps, # Of all ranks
-    least:float=.05 # Part of the time from which on waiting counts
+    least:float=.1 # Part of the time from which on waiting counts
 )->Late:
     "Return the rank, or the two ranks, for which the others wait"
-    if s.size==1 or not s.n: return Late([])
-    cost = waited_for(s)
-    whole = cost.sum()
-    often = (cost>least*np.median(s.total)).mean(1)
+    if s.size==1 or s.n<2: return Late([])
+    typical = np.median(s.total)
+    cost = np.minimum(waited_for(s)/typical, 1.)
     order = cost.sum(1).argsort()[::-1]
-    if whole<least*s.total.mean(0).sum(): return Late([])
     for k,most in ((1,.75),(2,.9)):
-        rs = sorted(order[:k].tolist())
-        if s.size>=2*k and cost[rs].sum()>=most*whole and often[rs].sum()>=.25: return _described(s, rs)
+        if s.size>=2*k and _costly(cost, order[:k], least, most): return _described(s, sorted(order[:k].tolist()))
     return Late([])
+
+def _costly(cost, ranks, least, most):
+    "Return whether waiting takes `least` of the time, `most` of it is for `ranks`, and that in a quarter of the steps and not by chance"
+    mine,whole,p = cost[ranks].sum(),cost.sum(),len(ranks)/len(cost)
+    last,n = (cost[ranks]>least).sum(),(cost>least).sum()
+    by_chance = n*p+2.5*np.sqrt(n*p*(1-p))
+    return whole>=least*cost.shape[1] and mine>=most*whole and last>=cost.shape[1]/4 and last>by_chance
 
 def _described(s, ranks):
     "Return by how much `ranks` are late, and in what"
