@@ -63,8 +63,7 @@ def check(res, where, late):
     assert would.rank==late and would.would<would.took
 
 @pytest.mark.parametrize('where', ('data','forward','backward','callbacks'))
-def test_the_late_rank_is_named(where):
-    check(on_ranks(lambda rank: says(rank, where, 1), 2, join=False), where, 1)
+def test_the_late_rank_is_named(where): check(on_ranks(lambda rank: says(rank, where, 1), 2, join=False), where, 1)
 
 @pytest.mark.parametrize('size,late', ((3,0),(4,2)))
 def test_on_more_ranks(size, late): check(on_ranks(lambda rank: says(rank, 'forward', late), size, join=False), 'forward', late)
@@ -163,8 +162,9 @@ def rows_of(rank, cbs=None, n=2, learn=None):
     s = t.steps
     return t.history.n,s.total.min(),t.table(),[h[0].tolist() for h in t.history.heads]
 
-others = dict(nested=(lambda: [Validates()],24), rank0=(lambda: [OnRank0()],24), cancel_epoch=(lambda: [Ends(CancelEpochException)],10), cancel_fit=(lambda: [Ends(CancelFitException)],5),
-    cancel_batch=(lambda: [Ends(CancelBatchException, 'before_batch')],24), accumulates=(lambda: [GradientAccumulation(32)],24))
+others = dict(nested=(lambda: [Validates()],24), rank0=(lambda: [OnRank0()],24), cancel_epoch=(lambda: [Ends(CancelEpochException)],10),
+    cancel_fit=(lambda: [Ends(CancelFitException)],5), cancel_batch=(lambda: [Ends(CancelBatchException, 'before_batch')],24),
+    accumulates=(lambda: [GradientAccumulation(32)],24))
 
 @pytest.mark.parametrize('k', others)
 def test_what_callbacks_do(k):
@@ -233,4 +233,31 @@ def test_the_trace_has_all_ranks_above_each_other():
     ends = [{e['args']['step']:e['ts']+e['dur'] for e in spans if e['pid']==r and e['name']=='transfer'} for r in range(3)]
     assert len(ends[0])>5
     apart = [max(o[i] for o in ends)-min(o[i] for o in ends) for i in ends[0]]
-    assert sorted(apart)[len(apart)//2]<nap*1e6/4
+    assert sorted(apart)[len(apart)//2]<nap*1e6/2
+
+class Logs(Callback):
+    "Keeps what is logged, as TensorBoard's callback has its writer"
+    rank0_only,order = True,Recorder.order+1
+    def before_fit(self): self.writer,self.said = self,{}
+    def add_scalar(self, k, v, step): self.said[k,step] = v
+
+def logged(rank):
+    cb = Logs()
+    t = quiet(digits(240, bs=8), 2, cbs=[Timeline(),cb])
+    return vars(cb).get('said'),t.numbers()
+
+def test_numbers_are_logged_once_an_epoch():
+    (said,now),(other,_) = on_ranks(logged, join=False)
+    test_eq(other, None)
+    test_eq({k for _,k in said}, {12,24})
+    for k in ('forward','waiting','late/rank 1','share of waiting'): test_eq(said[f'timeline/{k}',24], now[f'timeline/{k}'])
+
+def boarded(rank):
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    quiet(digits(240, bs=8), 2, cbs=[Timeline(),TensorBoardCallback('logs', trace_model=False, log_preds=False)])
+    return rank==0 and len(EventAccumulator('logs').Reload().Scalars('timeline/backward'))
+
+def test_tensorboard_gets_them():
+    pytest.importorskip('tensorboard')
+    test_eq(on_ranks(boarded, join=False), [2,False])

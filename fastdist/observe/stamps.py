@@ -122,8 +122,8 @@ def restart(self:Clock):
     self.last,self.state = self.read(),_idle
 
 # %% ../../nbs/610_observe.stamps.ipynb #7c2528e9
-_after = dict(before_batch=_forward, after_pred=_forward, after_loss=_backward, before_backward=_backward, after_cancel_backward=_callbacks, after_backward=_step,
-    before_step=_step, after_cancel_step=_callbacks, after_step=_step, after_cancel_batch=_callbacks) # event -> the part that begins after its last callback
+_after = dict(before_batch=_forward, after_pred=_forward, after_loss=_backward, before_backward=_backward, after_backward=_step, before_step=_step,
+    after_step=_step, **dict.fromkeys(('after_cancel_backward','after_cancel_step','after_cancel_batch'), _callbacks)) # event -> the part that begins after it
 
 class Border(Callback):
     "Tells `clock` that callbacks begin (`order` below all others) or end (above all) at an event"

@@ -77,7 +77,7 @@ class Timeline(LendingCallback):
         steps:int=1000 # Steps that are kept, the last ones of the fit
     ):
         self.size,self.clock,self.history = steps,Clock(steps),History(steps)
-        self.helpers = [Border(self.clock, False),Passed(self.clock, _in_group),Border(self.clock, True)]
+        self.helpers = [Border(self.clock, False),LastBorder(self.clock)]
 
     def _lend(self):
         super()._lend()
@@ -87,8 +87,6 @@ class Timeline(LendingCallback):
     def _return(self):
         self.learn.remove_cbs(self.helpers)
         super()._return()
-
-def _in_group(): return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size()>1
 
 # %% ../../nbs/614_observe.timeline.ipynb #b2cff6e3
 @patch
@@ -136,8 +134,7 @@ def _share(self:Timeline, took):
     self.history.add([o.numpy() for o in tables])
     if not this_world().rank: log_numbers(self.learn, self.numbers())
 
-
-
+# %% ../../nbs/614_observe.timeline.ipynb #9b0a8646
 @patch(as_prop=True)
 def steps(self:Timeline)->Steps:
     "Times of the steps that are kept"

@@ -25,6 +25,7 @@ def shifts(
     "Return by how much the clock of each rank is ahead of rank 0's, judged by the ends of exchanges"
     return np.median(rows[...,1]-rows[:1,:,1], 1).astype(np.int64) if rows.shape[1] else np.zeros(len(rows), dtype=np.int64)
 
+# %% ../../nbs/613_observe.trace.ipynb #a95e75d6
 def trace_events(
     rows:np.ndarray, # As for `shifts`
     first:int=0 # Number of the first step
@@ -35,6 +36,7 @@ def trace_events(
     names = [dict(ph='M', name='process_name', pid=r, tid=0, args=dict(name=f'rank {r}')) for r in range(s.size)]
     return names+[e for r in range(s.size) for i in range(s.n) for e in _of_step(r, first+i, begins[r,i]-begins.min(), [(k,v[r,i]*1e3) for k,v in took])]
 
+# %% ../../nbs/613_observe.trace.ipynb #7b2cbae0
 def _in_order(s, met):
     "Return parts and their times in the order in which they come; `met` is when the exchange was done"
     before = ['data','to device','forward','backward','waiting','transfer']
