@@ -125,6 +125,8 @@ def restart(self:Clock):
 _after = dict(before_batch=_forward, after_pred=_forward, after_loss=_backward, before_backward=_backward, after_backward=_step, before_step=_step,
     after_step=_step, **dict.fromkeys(('after_cancel_backward','after_cancel_step','after_cancel_batch'), _callbacks)) # event -> the part that begins after it
 
+_always = 'before_validate','after_validate' # also within a validation
+
 class Border(Callback):
     "Tells `clock` that callbacks begin (`order` below all others) or end (above all) at an event"
     __setattr__ = object.__setattr__ # fastai's looks for each name in the Learner and its model
@@ -139,22 +141,17 @@ class Border(Callback):
     def __call__(self, event_name):
         "Do what belongs to the event"
         act = self.on.get(event_name)
-        if act: act()
+        if act and (not self.clock.depth or event_name in _always): act()
 
 # %% ../../nbs/610_observe.stamps.ipynb #337bae28
 def _first_acts(c):
     "Return event -> function for the first callback"
-    begin = partial(_unless_valid, c, partial(c.mark, _callbacks))
-    own = dict(after_backward=partial(_unless_valid, c, c.backward_done), after_train=partial(_unless_valid, c, c.end_rows), before_validate=c.begin_validation)
-    return {k:begin for k in (*_after,'after_batch')} | own
+    own = dict(after_backward=c.backward_done, after_train=c.end_rows, before_validate=c.begin_validation)
+    return dict.fromkeys((*_after,'after_batch'), partial(c.mark, _callbacks)) | own
 
 def _last_acts(c):
     "Return event -> function for the last callback"
-    acts = {k:partial(_unless_valid, c, partial(c.mark, i)) for k,i in _after.items()}
-    return acts | dict(after_batch=partial(_unless_valid, c, c.end_row), before_train=partial(_unless_valid, c, c.begin_row), after_validate=c.end_validation)
-
-def _unless_valid(c, f):
-    if not c.depth: f()
+    return {k:partial(c.mark, i) for k,i in _after.items()} | dict(after_batch=c.end_row, before_train=c.begin_row, after_validate=c.end_validation)
 
 # %% ../../nbs/610_observe.stamps.ipynb #cd997df7
 @patch

@@ -115,7 +115,6 @@ class LastBorder(Border):
         self.on['before_backward'] = self._before_backward
 
     def _before_backward(self):
-        if self.clock.depth: return
         l = getattr(self.learn, 'loss_grad', None)
         with plain(): # on fastai's type of tensor a hook would take a way through Python, of 40 microseconds
             if isinstance(l, Tensor) and l.requires_grad and dist.is_initialized() and dist.get_world_size()>1: l.register_hook(self._begin)
