@@ -56,6 +56,11 @@
 - `fastdist.observe.bench`: Times of an exchange and of a step on this machine
 - `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
 - `fastdist.observe.findings`: Facts of a job that are known beforehand, compared with what is found
+- `fastdist.observe.stamps`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
+- `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what
+- `fastdist.observe.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
+- `fastdist.observe.trace`: Steps of all ranks as a file that Perfetto opens
+- `fastdist.observe.waits`: The time that a rank spends in exchanges, seen from the exchanges themselves
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.state.chunks`: Torch's distributed checkpoint: each rank writes its rows, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
@@ -128,8 +133,9 @@ from .train.trainer import DistributedTrainer
 from .learner import ParallelTrainer
 from . import saving
 from .observe.desync import DesyncCheck
+from .observe.timeline import Timeline
 
 __version__ = version('fastdist')
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-    'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted']
+    'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted', 'Timeline']
