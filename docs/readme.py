@@ -1,0 +1,9 @@
+"README.md is the first page of the site: `jupyter-nbconvert --config docs/readme.py`"
+c.NbConvertApp.notebooks = ['nbs/index.ipynb']
+c.NbConvertApp.export_format = 'markdown'
+c.NbConvertApp.output_base = 'README'
+c.NbConvertApp.output_files_dir = 'nbs/images'
+c.NbConvertApp.log_level = 'WARN'
+c.FilesWriter.build_directory = '.'
+c.RegexRemovePreprocessor.enabled = True
+c.RegexRemovePreprocessor.patterns = [r'#\| hide']
