@@ -28,7 +28,10 @@ def _named(entries):
 
 made = {} # pages that no file in `nbs` is the source of: address and Markdown
 
-def _script(path): return f'# {path.name}\n\n`{path.relative_to(pages.root)}`\n\n```{dict(py="python",yaml="yaml").get(path.suffix[1:], "bash")}\n{path.read_text()}\n```\n'
+def _script(path):
+    "Return a page that shows the file at `path`"
+    lang = dict(py='python', yaml='yaml').get(path.suffix[1:], 'bash')
+    return f'# {path.name}\n\n`{path.relative_to(pages.root)}`\n\n```{lang}\n{path.read_text()}\n```\n'
 
 def _others():
     "Return pages of what notebooks link to outside of `nbs`: the examples, and what is Markdown already"

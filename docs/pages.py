@@ -97,7 +97,8 @@ def tidy(
     soup = BeautifulSoup('\n'.join(_cell(o) for o in soup.select('.jp-Cell[id]')), 'html.parser')
     for o in soup.select('.output img'): o['alt'] = 'Drawn by the code above'
     for o in soup.select('a.anchor-link'): o['class'],o.string = 'headerlink','¶'
-    for o in soup.select('.highlight > pre'):
-        if not o.code: o.wrap(soup.new_tag('pre')); o.name = 'code'
+    for o in soup.select('.highlight > pre:not(:has(code))'):
+        o.wrap(soup.new_tag('pre'))
+        o.name = 'code'
     _math(soup)
     return soup

@@ -4,6 +4,7 @@ c.NbConvertApp.export_format = 'markdown'
 c.NbConvertApp.output_base = 'README'
 c.NbConvertApp.output_files_dir = 'nbs/images'
 c.NbConvertApp.log_level = 'WARN'
+c.ExtractOutputPreprocessor.output_filename_template = 'curves{extension}' # the one picture
 c.FilesWriter.build_directory = '.'
 c.RegexRemovePreprocessor.enabled = True
 c.RegexRemovePreprocessor.patterns = [r'#\| hide']
