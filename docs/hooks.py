@@ -85,6 +85,7 @@ def on_page_content(html, page, config, files):
         if o.get(k) and not o[k].startswith('data:'): o[k] = _target(o[k], uri)
     pages.link_symbols(soup, uri)
     page.toc = _toc(soup)
+    if soup.h1: page.title = soup.h1.get_text().rstrip('¶')
     return str(soup)
 
 def on_post_build(config):
