@@ -6,9 +6,11 @@ here = Path(__file__).parent
 parser = ConfigParser()
 parser.read(here/'settings.ini', encoding='utf-8')
 cfg = parser['DEFAULT']
+extras = {k:cfg[f'{k}_requirements'].split() for k in ('dev','docs','bench')}
+extras['dev'] += extras['docs']
 
 setup(name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'], author=cfg['author'],
     license=cfg['license'], python_requires='>='+cfg['min_python'], packages=find_packages(include=[cfg['lib_name']+'*']),
-    install_requires=cfg['requirements'].split(), extras_require={k:cfg[f'{k}_requirements'].split() for k in ('dev','bench')},
+    install_requires=cfg['requirements'].split(), extras_require=extras,
     long_description=(here/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     entry_points=dict(nbdev=[f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"], console_scripts=['fastdist-check=fastdist.check:main']))

@@ -1,0 +1,104 @@
+"Notebooks as pages: run by the build where their output is the point, and rendered as plain HTML that loads nothing from elsewhere"
+import html,os,re,shutil,subprocess
+from pathlib import Path
+from bs4 import BeautifulSoup
+from fastcore.nbio import read_nb,write_nb
+from latex2mathml.converter import convert
+from names import anchor,place
+
+root = Path(__file__).parent.parent
+made = root/'_docs' # beside `nbs`, so that a copy finds `../../tests` where its notebook does
+folders = 'tutorials','guides','reference'
+
+def _mtime(paths): return max(p.stat().st_mtime for p in paths)
+
+def stale():
+    "Return the notebooks that ran before they, or fastdist, changed"
+    code = _mtime((root/'fastdist').rglob('*.py'))
+    nbs = [root/'nbs/index.ipynb', *(p for o in folders for p in sorted((root/'nbs'/o).glob('*.ipynb')))]
+    ran = {p:made/p.relative_to(root/'nbs') for p in nbs}
+    return {p:o for p,o in ran.items() if not o.exists() or o.stat().st_mtime<max(code, p.stat().st_mtime)}
+
+def run(
+    workers=3 # Notebooks that run at a time
+):
+    "Run copies of all stale notebooks as `nbdev-test` does, and keep their outputs; raise an error if one fails"
+    todo = stale()
+    if not todo: return
+    for src,dst in todo.items():
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(src, dst)
+    names = '|'.join(re.escape(o.name) for o in todo.values())
+    cmd = ['nbdev-test', str(made), '--save', '--n-workers', str(workers), '--file-re', f'^({names})$']
+    if not subprocess.run(cmd, cwd=root).returncode: return [o.touch() for o in todo.values()]
+    for o in todo.values(): o.unlink()
+    raise RuntimeError(f'A page failed in the build. HINT: run `nbdev-test` on it; one of {sorted(o.stem for o in todo.values())}')
+
+def _directives(cell): return set(re.findall(r'^#\|\s*(\w+)', cell.source, re.M))
+
+def _cleaned(cell):
+    "Return `cell` without directives and what a progress bar wrote over, `None` where a reader does not see it"
+    if _directives(cell)&{'hide','default_exp'}: return
+    cell.metadata = {} # of times, which nbformat refuses
+    for o in cell.get('outputs', []):
+        if 'text' in o: o['text'] = re.sub(r'[^\n]*\r', '', ''.join(o['text']))
+    cell.source = re.sub(r'^#\|.*\n?', '', cell.source, flags=re.M).strip()
+    return cell if cell.source else None
+
+def clean(
+    src, # A notebook of `nbs`
+    dst # Its copy for the site
+):
+    "Write the notebook that readers see to `dst`, from the copy that the build ran or else from `src`"
+    ran = made/Path(src).relative_to(root/'nbs')
+    nb = read_nb(ran if ran.exists() else src)
+    nb.cells = [o for o in map(_cleaned, nb.cells) if o]
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    write_nb(nb, dst)
+    return dst
+
+def _math(soup):
+    "Formulas become MathML, which browsers draw without a script"
+    for s in soup.find_all(string=re.compile(r'\$')):
+        if s.find_parent(['code','pre']): continue
+        parts = re.split(r'\$\$(.+?)\$\$|\$(.+?)\$', str(s), flags=re.S)
+        new = [html.escape(o, quote=False) if i%3==0 else convert(o, display='block' if i%3==1 else 'inline') for i,o in enumerate(parts) if o]
+        s.replace_with(BeautifulSoup(''.join(new), 'html.parser'))
+
+def link_symbols(soup, uri):
+    "Inline code that names something public becomes a link to the cell that defines it"
+    for o in soup.find_all('code'):
+        to = place(o.get_text())
+        if not to or to[0]==uri or o.find_parent(['a','pre','h1','h2','h3','h4']): continue
+        o.wrap(soup.new_tag('a', href=f'{os.path.relpath(to[0].replace(".ipynb", ".html"), Path(uri).parent)}#{to[1]}'))
+
+def _input(cell):
+    "Return the code of `cell` as the theme shows code, with an anchor for each name that it defines"
+    pre = cell.select_one('.highlight-ipynb pre')
+    if not pre: return ''
+    ids = ''.join(f'<span id="{anchor(o)}"></span>' for o in re.findall(r'^(?:def|class) (\w+)', pre.get_text(), re.M))
+    return f'{ids}<div class="language-python highlight"><pre><code>{pre.decode_contents().strip()}</code></pre></div>'
+
+def _output(o):
+    "Return one output of a cell without the notebook's boxes"
+    return f'<div class="output">{o.decode_contents().strip()}</div>'
+
+def _cell(cell):
+    "Return prose, or code and its outputs"
+    if md := cell.select_one('.jp-MarkdownOutput'): return md.decode_contents()
+    return _input(cell)+''.join(map(_output, cell.select('.jp-OutputArea-output')))
+
+def tidy(
+    body:str # HTML of mkdocs-jupyter, half a megabyte of styles and scripts before it
+)->BeautifulSoup:
+    "Return the cells of a page: what the notebook says, in the theme's own elements"
+    body = re.sub('<clipboard-copy.*?</clipboard-copy>|<div class="clipboard-copy-txt".*?</div>', '', body[body.index('<div class="jupyter-wrapper"'):], flags=re.S)
+    soup = BeautifulSoup(body, 'html.parser')
+    soup = BeautifulSoup('\n'.join(_cell(o) for o in soup.select('.jp-Cell[id]')), 'html.parser')
+    for o in soup.select('.output img'): o['alt'] = 'Drawn by the code above'
+    for o in soup.select('a.anchor-link'): o['class'],o.string = 'headerlink','¶'
+    for o in soup.select('.highlight > pre:not(:has(code))'):
+        o.wrap(soup.new_tag('pre'))
+        o.name = 'code'
+    _math(soup)
+    return soup

@@ -1,0 +1,10 @@
+"README.md is the first page of the site: `jupyter-nbconvert --config docs/readme.py`"
+c.NbConvertApp.notebooks = ['nbs/index.ipynb']
+c.NbConvertApp.export_format = 'markdown'
+c.NbConvertApp.output_base = 'README'
+c.NbConvertApp.output_files_dir = 'nbs/images'
+c.NbConvertApp.log_level = 'WARN'
+c.ExtractOutputPreprocessor.output_filename_template = 'curves{extension}' # the one picture
+c.FilesWriter.build_directory = '.'
+c.RegexRemovePreprocessor.enabled = True
+c.RegexRemovePreprocessor.patterns = [r'#\| hide']
