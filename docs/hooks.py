@@ -79,14 +79,14 @@ def on_page_content(html, page, config, files):
     "Return the page of a notebook without what its boxes, scripts and styles would add"
     uri = page.file.src_uri
     if not uri.endswith('.ipynb'): return html
-    soup = pages.tidy(html)
+    soup,codes = pages.tidy(html)
     for o in soup.find_all(['a','img']):
         k = 'href' if o.name=='a' else 'src'
         if o.get(k) and not o[k].startswith('data:'): o[k] = _target(o[k], uri)
     pages.link_symbols(soup, uri)
     page.toc = _toc(soup)
     if soup.h1: page.title = soup.h1.get_text().rstrip('¶')
-    return str(soup)
+    return pages.whole(soup, codes)
 
 def on_post_build(config):
     "Warn of each link that leads nowhere, of what would be loaded from elsewhere, and of directives; `--strict` makes errors of it"

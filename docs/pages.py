@@ -72,12 +72,12 @@ def link_symbols(soup, uri):
         if not to or to[0]==uri or o.find_parent(['a','pre','h1','h2','h3','h4']): continue
         o.wrap(soup.new_tag('a', href=f'{os.path.relpath(to[0].replace(".ipynb", ".html"), Path(uri).parent)}#{to[1]}'))
 
-def _input(cell):
-    "Return the code of `cell` as the theme shows code, with an anchor for each name that it defines"
-    pre = cell.select_one('.highlight-ipynb pre')
-    if not pre: return ''
-    ids = ''.join(f'<span id="{anchor(o)}"></span>' for o in re.findall(r'^(?:def|class) (\w+)', pre.get_text(), re.M))
-    return f'{ids}<div class="language-python highlight"><pre><code>{pre.decode_contents().strip()}</code></pre></div>'
+_coloured = re.compile(r'<div class="highlight-ipynb[^"]*"><pre>(.*?)</pre>', re.S)
+
+def _input(m):
+    "Return the code of a cell as the theme shows code, with an anchor for each name that it defines"
+    names = re.findall(r'^(?:def|class) (\w+)', re.sub('<[^>]*>', '', m[1]), re.M)
+    return ''.join(f'<span id="{anchor(o)}"></span>' for o in names) + f'<div class="language-python highlight"><pre><code>{m[1].strip()}</code></pre></div>'
 
 def _output(o):
     "Return one output of a cell without the notebook's boxes"
@@ -86,14 +86,17 @@ def _output(o):
 def _cell(cell):
     "Return prose, or code and its outputs"
     if md := cell.select_one('.jp-MarkdownOutput'): return md.decode_contents()
-    return _input(cell)+''.join(map(_output, cell.select('.jp-OutputArea-output')))
+    code = cell.select_one('code-cell')
+    return (str(code) if code else '')+''.join(map(_output, cell.select('.jp-OutputArea-output')))
 
 def tidy(
     body:str # HTML of mkdocs-jupyter, half a megabyte of styles and scripts before it
-)->BeautifulSoup:
-    "Return the cells of a page: what the notebook says, in the theme's own elements"
+)->tuple: # What the notebook says, in the theme's own elements, and the code of its cells
+    "Return the cells of a page; their code, nine tenths of all tags, is not parsed, and `whole` puts it in"
     body = re.sub('<clipboard-copy.*?</clipboard-copy>|<div class="clipboard-copy-txt".*?</div>', '', body[body.index('<div class="jupyter-wrapper"'):], flags=re.S)
-    soup = BeautifulSoup(body, 'html.parser')
+    codes = [_input(m) for m in _coloured.finditer(body)]
+    number = iter(range(len(codes)))
+    soup = BeautifulSoup(_coloured.sub(lambda m: f'<div><code-cell>{next(number)}</code-cell>', body), 'html.parser')
     soup = BeautifulSoup('\n'.join(_cell(o) for o in soup.select('.jp-Cell[id]')), 'html.parser')
     for o in soup.select('.output img'): o['alt'] = 'Drawn by the code above'
     for o in soup.select('a.anchor-link'): o['class'],o.string = 'headerlink','¶'
@@ -101,4 +104,11 @@ def tidy(
         o.wrap(soup.new_tag('pre'))
         o.name = 'code'
     _math(soup)
-    return soup
+    return soup,codes
+
+def whole(
+    soup:BeautifulSoup, # From `tidy`
+    codes:list # Too
+)->str:
+    "Return the HTML of a page with the code of its cells"
+    return re.sub(r'<code-cell>(\d+)</code-cell>', lambda m: codes[int(m[1])], str(soup))
