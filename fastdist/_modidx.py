@@ -1131,6 +1131,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/evaluate/recorder.py'),
                                             'fastdist.evaluate.recorder._mean': ( 'evaluate.recorder.html#_mean',
                                                                                   'fastdist/evaluate/recorder.py'),
+                                            'fastdist.evaluate.recorder._number': ( 'evaluate.recorder.html#_number',
+                                                                                    'fastdist/evaluate/recorder.py'),
                                             'fastdist.evaluate.recorder._size': ( 'evaluate.recorder.html#_size',
                                                                                   'fastdist/evaluate/recorder.py'),
                                             'fastdist.evaluate.recorder._smooth': ( 'evaluate.recorder.html#_smooth',

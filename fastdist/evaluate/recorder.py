@@ -58,7 +58,10 @@ def _joint(a, b):
 def _detached(v, learn):
     "Return what `learn.to_detach(v)` returns, as a plain tensor where that is fastai's"
     dl = getattr(learn, 'dl', None)
-    if not isinstance(v, Tensor) or 'to_detach' in getattr(dl, '__dict__', ()) or getattr(type(dl), 'to_detach', None) not in (None,StepDL.to_detach): return learn.to_detach(v)
+    own = 'to_detach' in getattr(dl, '__dict__', ()) or getattr(type(dl), 'to_detach', None) not in (None,StepDL.to_detach)
+    return learn.to_detach(v) if own or not isinstance(v, Tensor) else _number(v)
+
+def _number(v):
     if v.requires_grad: v = v.detach()
     return v if v.is_cpu else v.cpu()
 
@@ -87,7 +90,7 @@ def _value(f, m, learn):
 
 def _smooth(m, learn):
     cls = _joint(type(m.val), type(learn.loss))
-    with plain(): val = torch.lerp(_detached(_mean(learn.loss), learn), m.val, m.beta)
+    with plain(): val = torch.lerp(_number(_mean(learn.loss)), m.val, m.beta)
     m.count,m.val = m.count+1,typed(val, cls)
 
 # %% ../../nbs/310_evaluate.recorder.ipynb #aa8aafd6
