@@ -1,5 +1,5 @@
 "Notebooks as pages: run by the build where their output is the point, and rendered as plain HTML that loads nothing from elsewhere"
-import html,os,re,shutil,subprocess
+import html,os,re,shutil,subprocess,sys
 from pathlib import Path
 from bs4 import BeautifulSoup
 from fastcore.nbio import read_nb,write_nb
@@ -29,7 +29,7 @@ def run(
         dst.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(src, dst)
     names = '|'.join(re.escape(o.name) for o in todo.values())
-    cmd = ['nbdev-test', str(made), '--save', '--n-workers', str(workers), '--file-re', f'^({names})$']
+    cmd = [str(Path(sys.executable).with_name('nbdev-test')), str(made), '--save', '--n-workers', str(workers), '--file-re', f'^({names})$']
     if not subprocess.run(cmd, cwd=root).returncode: return [o.touch() for o in todo.values()]
     for o in todo.values(): o.unlink()
     raise RuntimeError(f'A page failed in the build. HINT: run `nbdev-test` on it; one of {sorted(o.stem for o in todo.values())}')

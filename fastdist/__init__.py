@@ -55,6 +55,7 @@
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
 - `fastdist.observe.bench`: Times of an exchange and of a step on this machine
 - `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
+- `fastdist.observe.device_time`: Times of a device, taken as events in its queue and read when all is done
 - `fastdist.observe.findings`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.observe.stamps`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
 - `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what

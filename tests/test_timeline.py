@@ -71,6 +71,25 @@ def test_on_more_ranks(size, late): check(on_ranks(lambda rank: says(rank, 'forw
 @pytest.mark.parametrize('where', ('data','backward'))
 def test_in_shards(where): check(on_ranks(lambda rank: says(rank, where, 0, shard=True), 2, join=False), where, 0)
 
+class HostEvent:
+    "An event of a device that does at once what it is told"
+    def record(self): self.t = time.perf_counter_ns()
+    def synchronize(self): HostEvent.waits += 1
+    def elapsed_time(self, o): return (o.t-self.t)/1e6
+
+def says_by_events(rank):
+    HostEvent.waits,(learn,cbs) = 0,late_learner('backward', rank==1)
+    t = Timeline()
+    t.clock.measure_on(HostEvent)
+    quiet(learn, n=2, cbs=[t,*cbs])
+    return str(t),t.table(),t.what_if(),HostEvent.waits
+
+def test_times_of_a_device():
+    "They are read when an epoch has ended: rows and sums, and no wait for the device in between"
+    res = on_ranks(says_by_events, 2, join=False)
+    check([o[:3] for o in res], 'backward', 1)
+    test_eq([o[3] for o in res], [4,4])
+
 # Where no rank is late
 
 class Large(Callback):

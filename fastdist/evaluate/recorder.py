@@ -65,6 +65,7 @@ def _number(v):
     if v.requires_grad: v = v.detach()
     return v if v.is_cpu else v.cpu()
 
+# %% ../../nbs/310_evaluate.recorder.ipynb #fd70298f
 def _size(learn):
     y = learn.yb[0]
     return len(y) if type(y) is Tensor and y.ndim else find_bs(learn.yb)
