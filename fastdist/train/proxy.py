@@ -99,7 +99,10 @@ def be_alone(self:WrapperCallback,
 
 # %% ../../nbs/502_train.proxy.ipynb #16685e5d
 @patch
-def _give_way(self:WrapperCallback): return [o for o in self.learn._grab_cbs(LendingCallback) if not isinstance(o, WrapperCallback) and o.learn is self.learn]
+def _give_way(self:WrapperCallback):
+    "Return the callbacks on the Learner that lend what this one lends, and are no wrappers"
+    others = [o for o in self.learn._grab_cbs(LendingCallback) if not isinstance(o, WrapperCallback) and o.learn is self.learn]
+    return [o for o in others if {*type(o)._lent}&{*self._lent}]
 
 @patch
 def _lend(self:WrapperCallback):
