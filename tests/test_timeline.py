@@ -12,7 +12,7 @@ from fastdist.observe.straggler import shown_parts
 from collectives import counting
 from learners import digits
 
-nap = .02
+nap = .04 # longer than what busy cores take from a rank by chance
 
 class Samples:
     "Digits that take their time on one rank"
@@ -102,11 +102,11 @@ def alike(rank, cbs):
     t = quiet(digits(240, bs=8), cbs=[Timeline(),*cbs()])
     return str(t),t.table()
 
-@pytest.mark.parametrize('cbs,most', ((lambda: [Naps('after_batch')],'callbacks'), (lambda: [Large()],'transfer')), ids=('naps','transfer'))
-def test_no_rank_is_named_where_all_are_alike(cbs, most):
+@pytest.mark.parametrize('cbs,where,least', ((lambda: [Naps('after_batch')],'callbacks',nap*1e3), (lambda: [Large()],'transfer',1.)), ids=('naps','transfer'))
+def test_no_rank_is_named_where_all_are_alike(cbs, where, least):
     (said,table),_ = on_ranks(partial(alike, cbs=cbs), 2, join=False)
     assert said.startswith('no rank is late'), said
-    test_eq(table[list(shown_parts)].mean().idxmax(), most)
+    assert (table[where]>=least).all(), table
 
 def turns(rank):
     t = quiet(digits(320, bs=8), cbs=[Timeline(),Naps('after_batch', when=lambda i: i%2==rank)])
@@ -252,7 +252,7 @@ def test_the_trace_has_all_ranks_above_each_other():
     ends = [{e['args']['step']:e['ts']+e['dur'] for e in spans if e['pid']==r and e['name']=='transfer'} for r in range(3)]
     assert len(ends[0])>5
     apart = [max(o[i] for o in ends)-min(o[i] for o in ends) for i in ends[0]]
-    assert sorted(apart)[len(apart)//2]<nap*1e6/2
+    assert np.median(apart)<np.median(np.diff(sorted(ends[0].values()))), apart # less than a step
 
 class Logs(Callback):
     "Keeps what is logged, as TensorBoard's callback has its writer"
