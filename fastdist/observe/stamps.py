@@ -154,14 +154,14 @@ class Border(Callback):
         clock:Clock, # That of the rank
         is_last:bool # Whether it comes after all other callbacks
     ):
-        self.clock,self.order = clock,1e9 if is_last else -1e9
+        self.own_clock,self.order = clock,1e9 if is_last else -1e9 # by no name of a parameter, or trackers would log the clock
         self.on = _last_acts(clock) if is_last else _first_acts(clock)
 
     name = property(lambda self: f'border_{"last" if self.order>0 else "first"}')
     def __call__(self, event_name):
         "Do what belongs to the event"
         act = self.on.get(event_name)
-        if act and (not self.clock.depth or event_name in _always): act()
+        if act and (not self.own_clock.depth or event_name in _always): act()
 
 # %% ../../nbs/604_observe.stamps.ipynb #337bae28
 def _first_acts(c):

@@ -118,6 +118,6 @@ class LastBorder(Border):
         l = getattr(self.learn, 'loss_grad', None)
         with plain(): # on fastai's type of tensor a hook would take a way through Python, of 40 microseconds
             if isinstance(l, Tensor) and l.requires_grad and dist.is_initialized() and dist.get_world_size()>1: l.register_hook(self._begin)
-        self.clock.mark(_backward)
+        self.own_clock.mark(_backward)
 
-    def _begin(self, _): Variable._execution_engine.queue_callback(self.clock.enter)
+    def _begin(self, _): Variable._execution_engine.queue_callback(self.own_clock.enter)
