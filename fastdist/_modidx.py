@@ -1573,6 +1573,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastdist/observe/device_time.py'),
                                               'fastdist.observe.device_time._terms': ( 'observe.device_time.html#_terms',
                                                                                        'fastdist/observe/device_time.py'),
+                                              'fastdist.observe.device_time.events_of': ( 'observe.device_time.html#events_of',
+                                                                                          'fastdist/observe/device_time.py'),
                                               'fastdist.observe.device_time.moment': ( 'observe.device_time.html#moment',
                                                                                        'fastdist/observe/device_time.py'),
                                               'fastdist.observe.device_time.read_all': ( 'observe.device_time.html#read_all',

@@ -1,6 +1,7 @@
 "Where the time of a fit goes: which rank is late, in what, and what it costs to know"
 import json,pytest,time
 from collections import Counter
+from unittest import mock
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.all import *
@@ -72,23 +73,26 @@ def test_on_more_ranks(size, late): check(on_ranks(lambda rank: says(rank, 'forw
 def test_in_shards(where): check(on_ranks(lambda rank: says(rank, where, 0, shard=True), 2, join=False), where, 0)
 
 class HostEvent:
-    "An event of a device that does at once what it is told"
+    "An event of a device, which has come to it when somebody has waited for it or for a later one"
+    waits,past = 0,0
     def record(self): self.t = time.perf_counter_ns()
-    def synchronize(self): HostEvent.waits += 1
-    def elapsed_time(self, o): return (o.t-self.t)/1e6
+    def synchronize(self): HostEvent.waits,HostEvent.past = self.waits+1,max(self.past, self.t)
+    def elapsed_time(self, o):
+        if max(self.t, o.t)>self.past: raise RuntimeError('the device has not come to this event')
+        return (o.t-self.t)/1e6
 
 def says_by_events(rank):
-    HostEvent.waits,(learn,cbs) = 0,late_learner('backward', rank==1)
+    learn,cbs = late_learner('backward', rank==1)
     t = Timeline()
-    t.clock.measure_on(HostEvent)
-    quiet(learn, n=2, cbs=[t,*cbs])
-    return str(t),t.table(),t.what_if(),HostEvent.waits
+    with mock.patch('fastdist.observe.timeline.events_of', lambda device: HostEvent): quiet(learn, n=2, cbs=[t,*cbs])
+    quiet(learn, n=1, cbs=[o := Timeline()])
+    return str(t),t.table(),t.what_if(),HostEvent.waits,[c.clock.on_device for c in (t,o)]
 
 def test_times_of_a_device():
     "They are read when an epoch has ended: rows and sums, and no wait for the device in between"
     res = on_ranks(says_by_events, 2, join=False)
     check([o[:3] for o in res], 'backward', 1)
-    test_eq([o[3] for o in res], [4,4])
+    test_eq([o[3:] for o in res], [(4,[True,False])]*2)
 
 # Where no rank is late
 

@@ -1,7 +1,7 @@
 """fastai's records of a batch, at the cost of their arithmetic
 
 After each batch fastai's `Recorder` adds the loss to an average, and in evaluation the value of each metric. That is a few additions of numbers. On fastai's tensor types each of them goes through Python, and the lists
-of metrics are made anew each time: on one core of an ordinary server 60 microseconds of a step for the loss, and 100 with a metric.
+of metrics are made anew each time: of the MLP in `benchmarks/parts.py` 200 microseconds of 1,770 in a training step, and 350 of 1,170 in a validation step with accuracy.
 
 The tempting way is a recorder of our own. Other callbacks look at `learn.recorder`, its losses and its metrics, and there are subclasses.
 

@@ -39,7 +39,7 @@ def awaited(
     while time.monotonic()<end:
         if store.check([key]): return store.get(key)
         check()
-        time.sleep(pause)
+        time.sleep(pause) # torch's own wait hears neither Ctrl-C nor `check`
         pause = min(1.5*pause, 0.2)
     raise TimeoutError(f'{key} was not set within {timeout} seconds')
 

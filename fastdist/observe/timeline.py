@@ -27,6 +27,7 @@ from ..job.group import *
 from ..job.callbacks import *
 from ..comm.collectives import *
 from ..train.proxy import *
+from .device_time import *
 from .stamps import *
 from .waits import *
 from .straggler import *
@@ -93,9 +94,7 @@ class Timeline(LendingCallback):
 @patch
 def _on_do_fit(self:Timeline):
     self.history = History(self.size)
-    device = first(o.device for o in own_model(self.learn).parameters())
-    if device is not None and device.type!='cpu': self.clock.measure_on(partial(torch.Event, device, enable_timing=True))
-    else: self.clock.clear()
+    self.clock.measure_on(events_of(first(o.device for o in own_model(self.learn).parameters())))
     self._inner('_do_fit')
 
 @patch

@@ -289,7 +289,7 @@ def _is_free(f, wait):
         except BlockingIOError:
             if time.monotonic()>end: raise
         except OSError: return f.close() is not None
-        time.sleep(.05)
+        time.sleep(.05) # a lock that may be waited for has no timeout, and one with SIGALRM only the main thread
 
 def _taken(path, f):
     "Return the error for folder `path`, whose lock file `f` another one holds"
