@@ -82,13 +82,13 @@ def create_batches(self:DistributedDL,
 def _chunks(self:DistributedDL, samps):
     "Yield batches of this rank's samples `samps`"
     for idxs in chunked(samps, self.bs, self.drop_last and not self.slicing):
-        b = fetch_batch(self.source, idxs)
-        if b is None: b = collate_items(self.source, self._some_items(idxs))
-        yield b
+        plainly = makes_plainly(self.source)
+        b = rows(self.source.dataset, idxs) if plainly else None
+        yield collate_items(self.source, self._some_items(idxs, plainly), plainly) if b is None else b
 
 @patch
-def _some_items(self:DistributedDL, idxs):
-    res = fetch_items(self.source, idxs)
+def _some_items(self:DistributedDL, idxs, plainly):
+    res = fetch_items(self.source, idxs, plainly)
     if not res: raise self._skipped(idxs)
     return res
 
@@ -98,7 +98,7 @@ def _filled(self:DistributedDL, samps):
     "Yield batches of `bs` items that are not skipped, of the iterator `samps`"
     o,items = self.source,[]
     while idxs := list(islice(samps, self.bs-len(items))):
-        b = None if items or self.drop_last and len(idxs)<self.bs else fetch_batch(o, idxs)
+        b = None if items or self.drop_last and len(idxs)<self.bs or not makes_plainly(o) else rows(o.dataset, idxs)
         if b is not None: yield b
         else: items += fetch_items(o, idxs)
         if len(items)==self.bs:
@@ -176,7 +176,8 @@ def _iter_own(self:DistributedDL):
     if not self._past: self._begin()
     for b in self._counted(it):
         if self.pin_memory and type(b)==list: b = tuple(b)
-        yield self.after_batch(b if self.device is None else on_device(b, self.device))
+        if (d := (self if '_device' in vars(self) else self.dl).device) is not None: b = on_device(b, d)
+        yield b if is_empty(self.dl, 'after_batch') else self.after_batch(b)
     self.after_iter()
     vars(self.source).pop('it', None)
 

@@ -70,13 +70,13 @@ def is_dealt(self:StreamShare)->bool:
 @patch
 def _counted(self:StreamShare, batches):
     "Yield `batches`; compute weights and totals of a stream from the sizes of its global batches"
-    self._sizes,self._done = [],self._at-self._past
+    self._sizes,self._done,counts = [],self._at-self._past,self._counts
     for b in batches:
-        if self._counts: b = self._count(*b)
-        if self._counts and b is None: continue
+        if counts: b = self._count(*b)
+        if counts and b is None: continue
         self._done += 1
         yield b
-    if self._counts and self._joint and not self._sizes: _compare_streams(None)
+    if counts and self._joint and not self._sizes: _compare_streams(None)
 
 # %% ../../nbs/204_data.stream.ipynb #a6da9070
 @patch(as_prop=True)

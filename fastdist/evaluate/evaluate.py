@@ -62,7 +62,7 @@ def _note(self:Evaluate, ph):
     here = learn if self.weights.part else None
     if ph.whole is None or ph.whole: self._whole_batches(ph, here)
     if here is None: return self._silence(learn.metrics)
-    ph.sizes.append(n := find_bs(learn.yb or learn.xb))
+    ph.sizes.append(n := batch_size(learn.yb or learn.xb))
     if not learn.training and (loss := self._loss_numbers(n)) is not None: ph.losses.append(loss)
 
 @patch
@@ -74,12 +74,14 @@ def _silence(self:Evaluate, mets):
 def _loss_numbers(self:Evaluate, n):
     "Return numerator, denominator and size of this batch, `None` if its loss is a mean over samples"
     summed,counts = self.reduction.kind
-    if not len(self.learn.yb) or not (summed or counts) or (l := untyped(self.learn.loss)).ndim: return
-    v = 1. if summed else normaliser(self.learn.loss_func, untyped(self.learn.yb[0]))
-    if v is None: return
-    if l.is_cpu: return [l.item()*v if v else 0., v, n]
-    v = torch.as_tensor(v, device=l.device)
-    return torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
+    if not (summed or counts) or not len(self.learn.yb): return
+    with plain():
+        l = self.learn.loss
+        v = None if l.ndim else 1. if summed else normaliser(self.learn.loss_func, self.learn.yb[0])
+        if v is None: return
+        if l.is_cpu: return [l.item()*v if v else 0., v, n]
+        v = torch.as_tensor(v, device=l.device)
+        return torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #c43a5fbe
 @patch

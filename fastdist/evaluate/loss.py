@@ -66,7 +66,7 @@ def has_normaliser(
 
 def _count(y, value):
     "Return how often `value` is in `y`, on the CPU; Python counts a few faster than an array is looked through"
-    return y.tolist().count(value) if y.ndim==1 and len(y)<=512 else int(np.count_nonzero(y.numpy()==value))
+    return y.tolist().count(value) if y.ndim==1 and y.shape[0]<=512 else int(np.count_nonzero(y.numpy()==value))
 
 def normaliser(
     loss_func, # The loss

@@ -23,7 +23,7 @@ from .events import *
 class AgreeingCallback(WrapperCallback):
     "Base of the trainer: it runs the events of a Learner, and cancels on all ranks what one rank cancels"
     job = phases = layout = weigh = evaluate = _events = None # the parts of the trainer, while the Learner is in a job
-    _plain = False # whether the Learner runs events as fastai does
+    _lean = False # whether there are several ranks, and the Learner runs events as fastai does
     def __call__(self, event_name):
         "Call the method for `event_name` while the Learner is in a job"
         if self.job and not self._events.alone: super().__call__(event_name)
@@ -32,7 +32,7 @@ class AgreeingCallback(WrapperCallback):
 @patch
 def _in_batch(self:AgreeingCallback, f, event_type, ex, final):
     "Call `f` and the events around it; what cancels is settled with all ranks first"
-    call = self.learn._call_one
+    call = self._learner._call_one
     try:
         call('before_'+event_type)
         try: f()
@@ -66,13 +66,13 @@ def _settle(self:AgreeingCallback, e):
 # %% ../../nbs/537_train.agreement.ipynb #30627776
 @patch
 def _on_call_one(self:AgreeingCallback, event_name):
-    line = self.job and self.job.line
+    line,events = self.job and self.job.line,self._events
     if line:
         line.beat += 1
         if line.trouble: line.check()
-    if event_name=='after_loss' and not self._events.alone: self.weigh.ask()
-    if line and not self._events.alone: return self._events(event_name)
-    if self._events.alone: return self._events.call_aside(event_name)
+    if events.alone: return events.call_aside(event_name)
+    if event_name=='after_loss': self.weigh.ask()
+    if line: return events(event_name)
     type(self.learn)._call_one(self.learn, event_name)
 
 @patch

@@ -18,9 +18,8 @@ for rank 0. Rank 0 calls these as if it were alone. Who is called at which event
 __all__ = ['cancels', 'vote', 'decides', 'is_agreed', 'is_local', 'answers', 'deciders', 'Events', 'put_back']
 
 # %% ../../nbs/507_train.events.ipynb #ae8c6caa
-import inspect,traceback
+import inspect,operator,traceback
 from contextlib import ExitStack,contextmanager,suppress
-from operator import is_not
 from types import CodeType,FunctionType
 from fastcore.all import *
 from fastai.basics import *
@@ -126,7 +125,7 @@ class Events:
     )->list: # Triples `(callback, whether ranks vote after it, function that calls it)`
         "Return the callbacks that do something at `event_name`, in order"
         cbs,key = self.learn.cbs.items,(event_name, self.learn.training, self.vote is None)
-        if self.known is None or len(cbs)!=len(self.known) or any(map(is_not, cbs, self.known)): # callbacks may call themselves equal
+        if self.known is None or len(cbs)!=len(self.known) or any(map(operator.is_not, cbs, self.known)): # callbacks may call themselves equal
             self.known,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
         if key not in self.plans: self.plans[key] = list(self._answering(event_name))
         return self.plans[key]

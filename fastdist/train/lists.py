@@ -22,6 +22,7 @@ __all__ = ['steps_as_lists', 'ListSteps', 'opts_in', 'lend_lists', 'return_lists
 # %% ../../nbs/509_train.lists.ipynb #b35d12c9
 import math,torch
 import torch.nn.functional as F
+from functools import cached_property
 from contextlib import contextmanager
 from fastcore.all import *
 from fastai.basics import *
@@ -32,12 +33,14 @@ from .gradients import *
 # %% ../../nbs/509_train.lists.ipynb #b8203f70
 class _Part:
     "Tensors that take a step together: parameters `p`, their gradients `g` and their states `s`, in lists"
-    __slots__ = 'p','g','s'
     def __init__(self, params, state, row):
         xs = params if row is None else [row(p) for p in params]
-        self.p,self.g,self.s = [x.data for x in xs],[x.grad for x in xs],[state[p] for p in params]
+        self.p,self.g,self._of = [x.data for x in xs],[x.grad for x in xs],(params,state)
         if row is not None:
             for s in self.s: s.update({k:local(v) for k,v in s.items() if isinstance(v, Tensor)})
+
+    @cached_property
+    def s(self): return [self._of[1][p] for p in self._of[0]]
 
     def averages(self, k):
         "State `k` of each, zeros where there is none"
@@ -210,7 +213,8 @@ def _by_step(params, state):
     if steps.count(steps[0])==len(steps): return [params]
     return [[p for p,n in zip(params, steps) if n==o] for o in dict.fromkeys(steps)]
 
-def _numbers(h): return _held.isdisjoint(h) and all(isinstance(v, (int,float)) for v in h.values())
+def _numbers(h): return _held.isdisjoint(h) and ({*map(type, h.values())}<={int,float} or all(isinstance(v, (int,float)) for v in h.values()))
+def _items(l): return l.items if type(l) is L else l # fastcore's iterates in Python
 
 # %% ../../nbs/509_train.lists.ipynb #438fcf22
 class ListSteps:
@@ -244,12 +248,12 @@ class ListSteps:
     def _planned(self):
         "Return whether all is known, with a plan for the parameters that have gradients"
         opt = self.opt
-        live = [[p for p in ps if p.grad is not None] for ps in opt.param_lists]
-        key = [*opt.cbs],[[*map(id, ps)] for ps in live]
+        live = [[p for p in _items(ps) if p.grad is not None] for ps in _items(opt.param_lists)]
+        key = [*_items(opt.cbs)],[[*map(id, ps)] for ps in live]
         if key!=self.key or opt.state is not self.state:
             self._plan(key[0], live)
             self.key,self.state,self.live = key,opt.state,live
-        return self.known and type(opt).step is _own[0] and all(map(_numbers, opt.hypers))
+        return self.known and type(opt).step is _own[0] and all(map(_numbers, _items(opt.hypers)))
 
 # %% ../../nbs/509_train.lists.ipynb #5ec3ec3f
 @patch
@@ -259,10 +263,15 @@ def step(self:ListSteps,
     "Take a step as `Optimizer.step` does"
     opt = self.opt
     if closure is not None or not self.on or not self._planned(): return self.other(closure) if self.other else type(opt).step(opt, closure)
-    with torch.no_grad():
-        for parts,alone,h in zip(self.parts, self.alone, opt.hypers):
-            for ps in parts: self._part(ps, h)
-            for p in alone: self._one(p, h)
+    if not any(p.grad.requires_grad for ps in self.live for p in ps): return self._all_parts()
+    with torch.no_grad(): self._all_parts()
+
+# %% ../../nbs/509_train.lists.ipynb #558a012a
+@patch
+def _all_parts(self:ListSteps):
+    for parts,alone,h in zip(self.parts, self.alone, _items(self.opt.hypers)):
+        for ps in parts: self._part(ps, h)
+        for p in alone: self._one(p, h)
 
 @patch
 def _part(self:ListSteps, params, h):
@@ -277,10 +286,9 @@ def _one(self:ListSteps, p, h):
 
 # %% ../../nbs/509_train.lists.ipynb #de0cc785
 @patch
-@torch.no_grad()
 def zero_grad(self:ListSteps):
     "Zero gradients where they are, as `Optimizer.zero_grad` does"
-    gs = [g if type(g) is Tensor else local(g) for ps in self.opt.param_lists for p in ps if (g := p.grad) is not None]
+    gs = [g if type(g) is Tensor else local(g) for ps in _items(self.opt.param_lists) for p in _items(ps) if (g := p.grad) is not None]
     for g in gs:
         if g.requires_grad: g.detach_()
     if gs: torch._foreach_zero_(gs)

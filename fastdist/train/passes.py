@@ -65,7 +65,7 @@ def _on_backward(self:Passes, run, t, g, kw):
     at = vars(self.learn)
     if not self.learn.training or self.silent(): return run(t, g)
     odd = kw['create_graph'] or kw.get('inputs') is not None
-    if self.due and not odd and any(t is at.get(k) for k in ('loss_grad','loss')): self.batch_pass(run, t, g)
+    if self.due and not odd and (t is at.get('loss_grad') or t is at.get('loss')): self.batch_pass(run, t, g)
     elif self.phases.size==1: run(t, g)
     else: self._other_pass(run, t, g, kw['create_graph'])
 

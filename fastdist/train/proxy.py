@@ -130,7 +130,7 @@ def _on_with_events(self:WrapperCallback, f, event_type, ex, final=noop):
 
 @patch
 def _on_batch(self:WrapperCallback, do_one_batch):
-    learn = self.learn
+    learn = self._learner
     if self._through is None or not self._goes_through(): return do_one_batch()
     learn.model = proxy = ModelProxy(learn, self._forward)
     try: do_one_batch()

@@ -17,6 +17,7 @@ import torch
 from fastcore.all import *
 from fastai.basics import *
 from fastai.losses import BaseLoss
+from ..data.fetch import *
 from ..evaluate.recorder import *
 
 # %% ../../nbs/538_train.step.ipynb #b41115b4
@@ -44,7 +45,7 @@ def _flat_loss(f, func, x, *ys):
 # %% ../../nbs/538_train.step.ipynb #97c05bcc
 def _clone(t):
     if type(t) is not TensorBase: return t.clone()
-    with plain(): return typed(t.clone(), TensorBase)
+    with plain(): return typed(Tensor.clone(t), TensorBase)
 
 
 
@@ -89,7 +90,7 @@ def _set_device(self:LeanStep, b):
     learn = self.learn
     if self.model is not learn.model or not vars(learn).get('iter'): self.model,self.param = learn.model,next(learn.model.parameters())
     device = self.param.device
-    return b if type(b) in (tuple,list) and all(isinstance(o, Tensor) and o.device==device for o in b) else to_device(b, device)
+    return b if lies_on(b, device) else to_device(b, device)
 
 @patch
 def _split(self:LeanStep, b):

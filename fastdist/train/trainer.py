@@ -78,7 +78,7 @@ class DistributedTrainer(AgreeingCallback):
     def _init_state(self):
         super()._init_state()
         self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, own_report=None)
-        self.__dict__.update(_plain=False, compares=False)
+        self.__dict__.update(_lean=False, compares=False)
 
     @property
     def size(self):
@@ -131,7 +131,7 @@ def _enter(self:DistributedTrainer):
 def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
     self._events = Events(learn, w.rank)
-    self._plain,self.step = all(getattr(type(learn), k).__module__==Learner.__module__ for k in ('_with_events','__call__')),LeanStep(learn, alone=False)
+    self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
     self.layout = self._layout(w, plan)
     weights = Weights(self.phases, Reduction(learn, w))
@@ -230,7 +230,7 @@ def _of_ranks(self:DistributedTrainer, f, event_type):
 @patch
 def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self._events.alone: return self._aside(f, event_type, ex, final)
-    if event_type in _of_step and self._plain and self.size>1: return self._in_batch(self._of_ranks(f, event_type), event_type, ex, final)
+    if event_type in _of_step and self._lean: return self._in_batch(self._of_ranks(f, event_type), event_type, ex, final)
     run = super(DistributedTrainer, self)._on_with_events
     inner = self._fitting or bool(self.phases.open)
     if event_type in ('train','validate'): run = partial(self._in_phase, run)
@@ -313,7 +313,7 @@ def _end_phase(self:DistributedTrainer):
 # %% ../../nbs/539_train.trainer.ipynb #20f34227
 @patch
 def _on_batch(self:DistributedTrainer, do_one_batch):
-    training = self.learn.training
+    training = self._learner.training
     if not training and not self.layout.gathers: return do_one_batch()
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
     if training and self._through is not None: self.weigh.batch(run)

@@ -19,7 +19,7 @@ __all__ = ['Weigh']
 
 # %% ../../nbs/534_train.weigh.ipynb #8ef0ff96
 import math
-from contextlib import nullcontext
+
 from types import SimpleNamespace
 from warnings import warn
 from fastcore.all import *
@@ -81,7 +81,7 @@ def batch(self:Weigh,
 ):
     "Run a batch of training"
     self.due,self.passes = True,0
-    if self.phases.size>1:
+    if self.phases.world.size>1:
         self.weights.fill()
         if self.weights.empty: self._tell()
     if not self.layout.covers(own_model(self.learn), self.learn.opt): self.wrap()
@@ -115,16 +115,21 @@ def batch_pass(self:Weigh, run, t, g):
         if self.windowed: self._add_up(w, d)
         else: self.sent.sums,self.sent.scales = _numbers(self.learn.loss, w, d, self.buffer),1.
         if type(t) is TensorBase: t = untyped(t) # torch would begin the pass in Python, for each type of its own
-    with aside(self.layout.trained.active) if self.added and not self.windowed else nullcontext():
-        self.layout.backward(run, t, g, self.sent.sums)
-        self._exchange()
+    if self.added and not self.windowed:
+        with aside(self.layout.trained.active): self._run(run, t, g)
+    else: self._run(run, t, g)
     self.passes,self.added = self.passes+1,False
+
+@patch
+def _run(self:Weigh, run, t, g):
+    self.layout.backward(run, t, g, self.sent.sums)
+    self._exchange()
 
 # %% ../../nbs/534_train.weigh.ipynb #d0a0f1d9
 @patch
 def _exchange(self:Weigh):
     "Exchange what did not travel with the pass, and read what all ranks sent"
-    if not self.windowed: return self._read(self.layout.reduce(self.sent.sums)) if self.phases.size>1 else None
+    if not self.windowed: return self._read(self.layout.reduce(self.sent.sums)) if self.phases.world.size>1 else None
     if not self._exchanges(): return
     mean = self.layout.reduce(self.sent.sums, tell=self.window.ends)
     if self.window.ends: self._read(mean)

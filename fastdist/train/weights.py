@@ -62,7 +62,7 @@ class Weights:
 @patch
 def of_batch(self:Weights)->tuple: # Two numbers, or tensors on a GPU
     "Return the weight of the loss, and its part of the denominator"
-    learn,n,(summed,counts),part = self.phases.learn,self.phases.size,self.reduction.kind,self.part
+    learn,n,(summed,counts),part = self.phases.learn,self.phases.world.size,self.reduction.kind,self.part
     if summed: return (float(n) if part else 0.),1.
     v = self._counted(learn.loss_func, learn.yb[0]) if counts else None
     if v is None or not part: return (self.samples,)*2
