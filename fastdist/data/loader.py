@@ -81,7 +81,8 @@ def create_batches(self:DistributedDL,
 @patch
 def _chunks(self:DistributedDL, samps):
     "Yield batches of this rank's samples `samps`"
-    for idxs in chunked(samps, self.bs, self.drop_last and not self.slicing):
+    drop = self.drop_last and not self.slicing
+    for idxs in samps.whole(self.bs, drop) if type(samps) is _Samples else chunked(samps, self.bs, drop):
         plainly = makes_plainly(self.source)
         b = rows(self.source.dataset, idxs) if plainly else None
         yield collate_items(self.source, self._some_items(idxs, plainly), plainly) if b is None else b
@@ -107,12 +108,22 @@ def _filled(self:DistributedDL, samps):
     if items and not self.drop_last: yield collate_items(o, items)
 
 # %% ../../nbs/207_data.loader.ipynb #6031fc47
+class _Samples(chain):
+    "Samples of the lists `of`, each a batch, one by one; or as the lists that they are"
+    @classmethod
+    def of(cls, lists):
+        res = cls.from_iterable(lists)
+        res.lists = lists
+        return res
+
+    def whole(self, bs, drop): return (o for o in self.lists if len(o)==bs) if drop else self.lists
+
 @patch
 def sample(self:DistributedDL):
     "Return the part of the order that belongs to this data worker"
     idxs,bs,g = self._idxs,self.bs or 1,(self.bs or 1)*self.world_size
     if not self.indexed or self.n is None: return (b for i,b in enumerate(idxs) if i//(bs if self.indexed else g)%self.num_workers==self.offs)
-    return chain.from_iterable(listed(idxs[k:k+bs]) for k in range(self.offs*bs, len(idxs), self.num_workers*bs))
+    return _Samples.of(listed(idxs[k:k+bs]) for k in range(self.offs*bs, len(idxs), self.num_workers*bs))
 
 @patch
 def randomize(self:DistributedDL):

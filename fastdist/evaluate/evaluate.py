@@ -46,7 +46,7 @@ class Evaluate(JobCallback):
     def after_batch(self):
         "Record size and loss of the batch"
         ph = self.phases.running
-        if ph and ph.dl is not None and (ph.train_metrics or not self.learn.training): self._note(ph)
+        if ph and ph.dl is not None and (not self.learn.training or ph.train_metrics): self._note(ph)
     def after_train(self):
         "Merge the metrics of the training phase"
         self._report(self.phases.current)

@@ -76,14 +76,14 @@ def batch_size(
     "Return `find_bs(b)`, at once where `b` begins with a plain tensor"
     return b[0].shape[0] if type(b[0]) is Tensor and b[0].ndim else find_bs(b)
 
-def _mean(l): return l.mean() if l.ndim else l
+
 
 # %% ../../nbs/310_evaluate.recorder.ipynb #2ce4906f
 def _add(m, v, cls, learn):
     "Add the mean `v` over the samples of a batch, whose type is `cls`, to the average `m`, as fastai's metrics do"
     n,total = batch_size(learn.yb),m.total
     with plain():
-        v = _detached(_mean(v) if v is learn.loss else v, learn)*n
+        v = _detached(v.mean() if v is learn.loss and v.ndim else v, learn)*n
         cls = _joint(type(total), cls)
         total += v # in place where it is a tensor, as in fastai
         m.total = typed(total, cls) if type(total) is Tensor else total
@@ -96,8 +96,8 @@ def _value(f, m, learn):
     with plain(): return f(learn.pred, *learn.yb),type(m.total)
 
 def _smooth(m, learn):
-    cls = _joint(type(m.val), type(learn.loss))
-    with plain(): val = torch.lerp(_number(_mean(learn.loss)), m.val, m.beta)
+    l,cls = learn.loss,_joint(type(m.val), type(learn.loss))
+    with plain(): val = torch.lerp(_number(l.mean() if l.ndim else l), m.val, m.beta)
     m.count,m.val = m.count+1,typed(val, cls)
 
 # %% ../../nbs/310_evaluate.recorder.ipynb #aa8aafd6
@@ -128,8 +128,8 @@ def record_batch(
     if not learn.training: return _all(at, 'cancel_valid', [rec.loss, *_items(learn.metrics)] if rec.valid_metrics else [], learn)
     _all(at, 'cancel_train', [rec.smooth_loss, *_items(learn.metrics)] if rec.train_metrics else [rec.smooth_loss], learn)
     rec.lrs.append(_items(learn.opt.hypers)[-1]['lr'])
-    rec.losses.append(rec.smooth_loss.value)
-    learn.smooth_loss = rec.smooth_loss.value
+    learn.smooth_loss = v = rec.smooth_loss.value
+    rec.losses.append(v)
 
 def _all(at, cancelled, mets, learn):
     for m in [] if at.get(cancelled) else mets: accumulate(m, learn)

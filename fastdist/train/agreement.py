@@ -39,7 +39,7 @@ def _in_batch(self:AgreeingCallback, f, event_type, ex, final):
         except cancels as e: self._settle(e)
     except ex: call('after_cancel_'+event_type)
     call('after_'+event_type)
-    final()
+    if final is not noop: final()
 
 # %% ../../nbs/537_train.agreement.ipynb #cf88aa73
 @patch
@@ -71,7 +71,7 @@ def _on_call_one(self:AgreeingCallback, event_name):
         line.beat += 1
         if line.trouble: line.check()
     if events.alone: return events.call_aside(event_name)
-    if event_name=='after_loss': self.weigh.ask()
+    if event_name=='after_loss' and self.weigh.due: self.weigh.ask()
     if line: return events(event_name)
     type(self.learn)._call_one(self.learn, event_name)
 

@@ -30,7 +30,7 @@ def _count_batch(cb):
 
 def _cast_batch(cb):
     learn = cb.learn
-    if any(type(o) is not Tensor for b in (learn.xb,learn.yb) for o in b): learn.xb,learn.yb = _cast_tensor(learn.xb),_cast_tensor(learn.yb)
+    if not {*map(type, (*learn.xb,*learn.yb))}<={Tensor}: learn.xb,learn.yb = _cast_tensor(learn.xb),_cast_tensor(learn.yb)
 
 _leaner = {TrainEvalCallback.after_batch:_count_batch, CastToTensor.before_batch:_cast_batch}
 

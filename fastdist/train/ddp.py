@@ -20,6 +20,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..job.accelerate import *
 from ..comm.collectives import *
+from ..evaluate.recorder import *
 from ..state.replicas import *
 from .buckets import *
 from .batchnorm import *
@@ -55,7 +56,7 @@ class Replicated(Joint):
     def forget(self):
         "Also let Accelerate forget the wrappers"
         super().forget()
-        self.carry,self.waits,self.bare,self.known,self.direct = None,False,False,[],False
+        self.carry,self.waits,self.bare,self.known,self.direct,self.ones = None,False,False,[],False,None
         self.live.forget()
 
 # %% ../../nbs/515_train.ddp.ipynb #7dd7464f
@@ -128,8 +129,17 @@ def forward(self:Replicated, *args, **kwargs):
 def backward(self:Replicated, run, t, g, numbers):
     "Run the pass; where DDP waits for it, `numbers` travel as the gradient of `carry`"
     carry = self.carry if self.waits else None
-    if carry is None: run(t, g)
-    else: run((t,carry), (g,numbers.to(carry.dtype)))
+    if carry is None: return run(t, g)
+    with plain():
+        if g is None: g = self._one(t)
+    run((t,carry), (g,numbers if numbers.dtype==carry.dtype else numbers.to(carry.dtype)))
+
+@patch
+def _one(self:Replicated, t):
+    "Return what torch begins the pass over the number `t` from, made once"
+    one = self.ones
+    if one is None or one._version or t.ndim or (one.dtype,one.device)!=(t.dtype,t.device): self.ones = one = torch.ones_like(t)
+    return one
 
 # %% ../../nbs/515_train.ddp.ipynb #09626254
 @patch
@@ -138,7 +148,8 @@ def reduce(self:Replicated, numbers, tell=True):
     waited,self.waits,mean = self.waits,False,None
     if waited: self._check_reduced()
     if waited and self.carry is not None: mean,self.carry.grad = self.carry.grad,None
-    rest = [p for p in self.trained.others if p.requires_grad] if waited else self.trained.active
+    others = self.trained.others if waited else self.trained.active
+    rest = [p for p in others if p.requires_grad] if others and waited else others
     if rest: mean = ifnone(mean, average_grads(rest, numbers))
     return all_reduce(numbers.clone(), kind='step')/self.size if mean is None and tell else mean
 

@@ -26,8 +26,20 @@ from torch import distributed as dist
 from fastcore.all import *
 from fastai.basics import *
 from ..comm.collectives import *
+from ..evaluate.recorder import *
 
 # %% ../../nbs/508_train.gradients.ipynb #d31175dc
+_torchs,_of_torch = torch.autograd.backward,{Tensor,TensorBase,nn.Parameter}
+
+def _pass(run, kwargs, ts, gs):
+    "Call `run`; torch's own begins a pass over tensors, with a gradient for each, without looking at them first, which takes longer than a small pass"
+    plain = run is _torchs and not any(kwargs.values()) and type(ts) is type(gs) is tuple and {*map(type, ts)}<=_of_torch and {*map(type, gs)}=={Tensor}
+    if plain and hasattr(torch.autograd, '_engine_run_backward') and not torch._C._are_functorch_transforms_active():
+        return torch.autograd._engine_run_backward(ts, gs, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run(tuple(map(_untyped, ts)) if type(ts) is tuple else _untyped(ts), gs, **kwargs)
+
+def _untyped(t): return untyped(t) if type(t) is TensorBase else t # torch would begin the pass in Python, for each type of its own
+
 @contextmanager
 def each_backward(
     f:callable # Called as `f(run, tensors, grad_tensors, kwargs)`; `run(tensors, grad_tensors)` is the pass, `kwargs` are torch's other arguments
@@ -40,7 +52,7 @@ def each_backward(
         kwargs.update(retain_graph=retain_graph, create_graph=create_graph)
         if inside or get_ident()!=me: return run(tensors, grad_tensors, **kwargs)
         inside = True
-        try: f(partial(run, **kwargs), tensors, grad_tensors, kwargs)
+        try: f(partial(_pass, run, kwargs), tensors, grad_tensors, kwargs)
         finally: inside = False
     torch.autograd.backward = backward
     try: yield

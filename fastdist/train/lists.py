@@ -248,7 +248,7 @@ class ListSteps:
     def _planned(self):
         "Return whether all is known, with a plan for the parameters that have gradients"
         opt = self.opt
-        live = [[p for p in _items(ps) if p.grad is not None] for ps in _items(opt.param_lists)]
+        live = [[p for p in (ps.items if type(ps) is L else ps) if p.grad is not None] for ps in _items(opt.param_lists)]
         key = [*_items(opt.cbs)],[[*map(id, ps)] for ps in live]
         if key!=self.key or opt.state is not self.state:
             self._plan(key[0], live)
@@ -263,8 +263,10 @@ def step(self:ListSteps,
     "Take a step as `Optimizer.step` does"
     opt = self.opt
     if closure is not None or not self.on or not self._planned(): return self.other(closure) if self.other else type(opt).step(opt, closure)
-    if not any(p.grad.requires_grad for ps in self.live for p in ps): return self._all_parts()
-    with torch.no_grad(): self._all_parts()
+    for ps in self.live:
+        for p in ps:
+            if p.grad.requires_grad: return torch.no_grad()(self._all_parts)()
+    self._all_parts()
 
 # %% ../../nbs/509_train.lists.ipynb #558a012a
 @patch
@@ -288,7 +290,8 @@ def _one(self:ListSteps, p, h):
 @patch
 def zero_grad(self:ListSteps):
     "Zero gradients where they are, as `Optimizer.zero_grad` does"
-    gs = [g if type(g) is Tensor else local(g) for ps in _items(self.opt.param_lists) for p in _items(ps) if (g := p.grad) is not None]
+    lists = _items(self.opt.param_lists)
+    gs = [g if type(g) is Tensor else local(g) for ps in lists for p in (ps.items if type(ps) is L else ps) if (g := p.grad) is not None]
     for g in gs:
         if g.requires_grad: g.detach_()
     if gs: torch._foreach_zero_(gs)

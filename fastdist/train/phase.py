@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from ..job.errors import *
 from ..job.world import *
 from ..data.loader import *
+from .accumulate import *
 
 # %% ../../nbs/511_train.phase.ipynb #b49e928a
 @dataclass
@@ -73,7 +74,7 @@ class Phases:
     @property
     def weight(self):
         "Samples of this rank in the current batch of `source` over the mean of all ranks; 0 for a sample that only makes the step"
-        return getattr(self.source, 'weights', {}).get(self.learn.iter, 1.)
+        return batch_weight(self.source, self.learn.iter)
     @property
     def source(self):
         "Loader from which batches come: `learn.dl`, or the share if a callback put something around it"

@@ -225,7 +225,8 @@ _of_step = frozenset(['batch','backward','step'])
 
 @patch
 def _of_ranks(self:DistributedTrainer, f, event_type):
-    return partial(self._on_batch, f) if event_type=='batch' else self.layout.counted(f) if event_type=='step' else f
+    if event_type=='batch': return partial(self._on_batch, f) if self._learner.training or self.layout.gathers else f
+    return self.layout.counted(f) if event_type=='step' else f
 
 @patch
 def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
@@ -314,7 +315,6 @@ def _end_phase(self:DistributedTrainer):
 @patch
 def _on_batch(self:DistributedTrainer, do_one_batch):
     training = self._learner.training
-    if not training and not self.layout.gathers: return do_one_batch()
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
     if training and self._through is not None: self.weigh.batch(run)
     else:

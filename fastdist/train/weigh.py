@@ -67,7 +67,7 @@ def before_batch(self:Weigh):
     if self.weights.empty:
         for m in self.learn.metrics: vars(m).pop('accumulate', None) # they were silent for one batch
     self.weights.begin()
-    self._tell()
+    if self.learn.training or self.layout.part!=1.: self._tell()
 
 @patch
 def _tell(self:Weigh):
@@ -114,7 +114,7 @@ def batch_pass(self:Weigh, run, t, g):
         if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         if self.windowed: self._add_up(w, d)
         else: self.sent.sums,self.sent.scales = _numbers(self.learn.loss, w, d, self.buffer),1.
-        if type(t) is TensorBase: t = untyped(t) # torch would begin the pass in Python, for each type of its own
+
     if self.added and not self.windowed:
         with aside(self.layout.trained.active): self._run(run, t, g)
     else: self._run(run, t, g)
@@ -123,13 +123,13 @@ def batch_pass(self:Weigh, run, t, g):
 @patch
 def _run(self:Weigh, run, t, g):
     self.layout.backward(run, t, g, self.sent.sums)
-    self._exchange()
+    if self.windowed: self._exchange_window()
+    elif self.phases.world.size>1: self._read(self.layout.reduce(self.sent.sums))
 
 # %% ../../nbs/534_train.weigh.ipynb #d0a0f1d9
 @patch
-def _exchange(self:Weigh):
-    "Exchange what did not travel with the pass, and read what all ranks sent"
-    if not self.windowed: return self._read(self.layout.reduce(self.sent.sums)) if self.phases.world.size>1 else None
+def _exchange_window(self:Weigh):
+    "Exchange what did not travel with the passes of a window, and read what all ranks sent"
     if not self._exchanges(): return
     mean = self.layout.reduce(self.sent.sums, tell=self.window.ends)
     if self.window.ends: self._read(mean)

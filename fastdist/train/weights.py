@@ -34,19 +34,22 @@ class Weights:
 
     def reset(self):
         "Forget what belongs to a fit"
-        self.per_sample,self.empty,self.known = None,False,(None,)*3
+        self.per_sample,self.empty,self.known = None,False,(None,)*4
 
     def begin(self):
-        "Begin a batch: note its planned weight, which is asked for several times"
-        learn = self.phases.learn
-        self.empty,self.known = False,(vars(learn).get('dl'), vars(learn).get('iter'), self.phases.weight)
+        "Begin a batch: note its loader and its planned weight, which are asked for several times"
+        at,source = vars(self.phases.learn),self.phases.source
+        self.empty,self.known = False,(at.get('dl'), at.get('iter'), batch_weight(source, at.get('iter')), source)
 
     @property
     def part(self):
         "Planned samples of this rank over the mean of all ranks; 0 for a sample that only makes the step"
         if self.empty: return 0.
-        at,(dl,i,weight) = vars(self.phases.learn),self.known
-        return weight if dl is not None and at.get('dl') is dl and at.get('iter')==i else self.phases.weight
+        return self._now()[0]
+
+    def _now(self):
+        at,(dl,i,weight,source) = vars(self.phases.learn),self.known
+        return (weight,source) if dl is not None and at.get('dl') is dl and at.get('iter')==i else (self.phases.weight,self.phases.source)
 
     @property
     def samples(self):
@@ -62,11 +65,12 @@ class Weights:
 @patch
 def of_batch(self:Weights)->tuple: # Two numbers, or tensors on a GPU
     "Return the weight of the loss, and its part of the denominator"
-    learn,n,(summed,counts),part = self.phases.learn,self.phases.world.size,self.reduction.kind,self.part
+    learn,n,(summed,counts),(part,source) = self.phases.learn,self.phases.world.size,self.reduction.kind,self._now()
+    if self.empty: part = 0.
     if summed: return (float(n) if part else 0.),1.
     v = self._counted(learn.loss_func, learn.yb[0]) if counts else None
     if v is None or not part: return (self.samples,)*2
-    w = v*(n/(batch_total(self.phases.source, learn.iter)*self.per_sample))
+    w = v*(n/(batch_total(source, learn.iter)*self.per_sample))
     return w,w
 
 @patch
