@@ -94,6 +94,16 @@ def test_times_of_a_device():
     check([o[:3] for o in res], 'backward', 1)
     test_eq([o[3:] for o in res], [(4,[True,False])]*2)
 
+def behind_workers(rank):
+    "40 steps, of which each fourth waits for what four workers fetch, as the default of `num_workers` has them on four cores"
+    dls = DataLoaders.from_dsets(Samples(640, 2*nap*(rank==1)), Samples(16), bs=8, num_workers=4, device='cpu', shuffle=False)
+    t = quiet(Learner(dls, nn.Linear(64,10), loss_func=CrossEntropyLossFlat()), cbs=[Timeline()])
+    return str(t),t.what_if().rank
+
+def test_the_late_rank_is_named_behind_workers():
+    (said,rank),_ = on_ranks(behind_workers, 2, join=False)
+    assert said.startswith('rank 1 is late by ') and ' ms a step, in data; the others wait ' in said and rank==1, said
+
 # Where no rank is late
 
 class Large(Callback):
