@@ -173,6 +173,29 @@ def test_in_one_process(lean):
     assert .7*took<whole<=took
     assert dist.all_reduce.__module__.startswith('torch') and t.plot() is not None and t.plot_steps() is not None
 
+def stopped(n, at):
+    "The timeline of a fit of two epochs that its user stops in epoch `at`"
+    def stops(self):
+        if (self.epoch,self.iter)==(at,2): raise KeyboardInterrupt
+    learn = one_process()
+    with pytest.raises(KeyboardInterrupt): fitted(learn, n, Callback(after_batch=stops))
+    return learn.timeline
+
+few = dict(no_fit=(Timeline,0), first_epoch=(lambda: stopped(2, 0),0), second_epoch=(lambda: stopped(2, 1),17),
+    one_batch=(lambda: fitted(digits(20)),1), one_process=(lambda: fitted(one_process()),17))
+
+@pytest.mark.filterwarnings('error::UserWarning')
+@pytest.mark.parametrize('k', few)
+def test_what_is_told_of_few_steps_in_one_process(k, tmp_path):
+    make,n = few[k]
+    t = make()
+    test_eq((t.steps.n,t.table().shape,t.plot_steps() is None,t.plot() is None), (n,(1,10),False,False))
+    assert str(t).startswith(f'{n} step{"s"*(n>1)} of ' if n else 'no step was timed'), str(t)
+    json.loads(t.save(tmp_path/'t.json').read_text())
+    for would in (t.what_if(),t.what_if(1)):
+        test_eq((would.rank,would.would), (None,would.took))
+        assert ('no rank waits for another' if n else 'no step was timed') in str(would), would
+
 class Validates(Callback):
     "Validates in the midst of an epoch, on all ranks or on rank 0"
     run_valid = False
