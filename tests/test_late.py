@@ -77,6 +77,10 @@ def test_two_of_four():
     make = lambda g,size,n: np.where((np.arange(size)%2==1)[:,None], 2., 0)+noise(g, size, n)
     test_eq([find_late(steps(make(np.random.default_rng(o), 4, 42))).ranks for o in range(20)], [[1,3]]*20)
 
+def test_two_of_four_with_heavy_tails():
+    make = lambda g: np.where((np.arange(4)%2==1)[:,None], 4., 0)+heavy(g, 4, 200)
+    assert np.mean([find_late(steps(make(np.random.default_rng(o)))).ranks==[1,3] for o in range(60)])>.75
+
 def test_by_how_much():
     "What the others wait for it in the mean over all steps, also where that is in a few of them"
     own = np.full((3,40), 10.)

@@ -90,7 +90,7 @@ def find_late(
     cost,late = _in_blocks(waited_for(s)),_in_blocks(s.lateness)
     order,whole = cost.sum(1).argsort()[::-1],cost.sum()
     if whole<least*s.total.mean()*s.n: return Late([])
-    for k,most in ((1,_most),(2,.9)):
+    for k,most in ((1,_most),(2,.8)):
         ranks,others = order[:k],order[k:]
         if s.size>=2*k and cost[ranks].sum()>=most*whole and _throughout(late, ranks, others): return _described(s, sorted(ranks.tolist()))
     return Late([])
