@@ -66,7 +66,7 @@ def waited_for(
     return np.where(np.arange(s.size)[:,None]==last, mean, 0.)
 
 # %% ../../nbs/606_observe.straggler.ipynb #d76f3fae
-_blocks,_t = 12,3
+_blocks,_t = 12,3.5
 
 def _in_blocks(ms):
     "Return the sums of `ms` over blocks of steps, in which the longest times are cut"
