@@ -90,4 +90,4 @@ def on_page_content(html, page, config, files):
 
 def on_post_build(config):
     "Warn of each link that leads nowhere, of what would be loaded from elsewhere, and of directives; `--strict` makes errors of it"
-    for page,what in links.problems(Path(config.site_dir)): log.warning(f'{page.relative_to(Path(config.site_dir).resolve())}: {what}')
+    for page,what in links.problems(Path(config.site_dir), config.site_url or ''): log.warning(f'{page.relative_to(Path(config.site_dir).resolve())}: {what}')

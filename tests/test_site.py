@@ -5,11 +5,11 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent/'docs'))
 from links import problems
 
-def site(tmp_path, body, other='<h1 id="there">There</h1>'):
+def site(tmp_path, body, other='<h1 id="there">There</h1>', **kw):
     (tmp_path/'sub').mkdir()
     (tmp_path/'index.html').write_text(body)
     (tmp_path/'sub/other.html').write_text(other)
-    return [what for _,what in problems(tmp_path)]
+    return [what for _,what in problems(tmp_path, **kw)]
 
 def test_links_that_lead_somewhere(tmp_path):
     assert not site(tmp_path, '<a href="sub/other.html#there">a</a> <a href=sub/other.html>b</a> <a href="#">c</a> <a href="https://pytorch.org">d</a> <img src="data:image/png;base64,AA">',
@@ -24,5 +24,10 @@ def test_a_picture_that_is_gone(tmp_path): assert site(tmp_path, '<img alt="" sr
 def test_what_would_be_loaded_from_elsewhere(tmp_path):
     body = '<script src="https://unpkg.com/x"></script><link href="//fonts.googleapis.com/css"><img src="https://img.shields.io/x.svg">'
     assert [o.split('>')[0] for o in site(tmp_path, body)]==['<script','<link','<img']
+
+def test_canonical_links_are_the_site_itself(tmp_path):
+    "`mkdocs serve` has an address, and puts it into each page"
+    body = '<link rel="canonical" href="http://127.0.0.1:8765/index.html"><link href="http://127.0.0.1:9000/x.css">'
+    assert site(tmp_path, body, url='http://127.0.0.1:8765/')==['<link> loads http://127.0.0.1:9000/x.css']
 
 def test_a_directive_that_shows(tmp_path): assert site(tmp_path, '<pre><code><span class="c1">\n<span>#| export</span>\n</code></pre>')==['a directive shows: <span>#| export</span>']

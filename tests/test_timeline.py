@@ -94,6 +94,16 @@ def test_times_of_a_device():
     check([o[:3] for o in res], 'backward', 1)
     test_eq([o[3:] for o in res], [(4,[True,False])]*2)
 
+def behind_workers(rank):
+    "40 steps, of which each fourth waits for what four workers fetch, as the default of `num_workers` has them on four cores"
+    dls = DataLoaders.from_dsets(Samples(640, 2*nap*(rank==1)), Samples(16), bs=8, num_workers=4, device='cpu', shuffle=False)
+    t = quiet(Learner(dls, nn.Linear(64,10), loss_func=CrossEntropyLossFlat()), cbs=[Timeline()])
+    return str(t),t.what_if().rank
+
+def test_the_late_rank_is_named_behind_workers():
+    (said,rank),_ = on_ranks(behind_workers, 2, join=False)
+    assert said.startswith('rank 1 is late by ') and ' ms a step, in data; the others wait ' in said and rank==1, said
+
 # Where no rank is late
 
 class Large(Callback):
@@ -162,6 +172,29 @@ def test_in_one_process(lean):
     took = sum(o[:,1].sum() for o in t.history.heads)
     assert .7*took<whole<=took
     assert dist.all_reduce.__module__.startswith('torch') and t.plot() is not None and t.plot_steps() is not None
+
+def stopped(n, at):
+    "The timeline of a fit of two epochs that its user stops in epoch `at`"
+    def stops(self):
+        if (self.epoch,self.iter)==(at,2): raise KeyboardInterrupt
+    learn = one_process()
+    with pytest.raises(KeyboardInterrupt): fitted(learn, n, Callback(after_batch=stops))
+    return learn.timeline
+
+few = dict(no_fit=(Timeline,0), first_epoch=(lambda: stopped(2, 0),0), second_epoch=(lambda: stopped(2, 1),17),
+    one_batch=(lambda: fitted(digits(20)),1), one_process=(lambda: fitted(one_process()),17))
+
+@pytest.mark.filterwarnings('error::UserWarning')
+@pytest.mark.parametrize('k', few)
+def test_what_is_told_of_few_steps_in_one_process(k, tmp_path):
+    make,n = few[k]
+    t = make()
+    test_eq((t.steps.n,t.table().shape,t.plot_steps() is None,t.plot() is None), (n,(1,10),False,False))
+    assert str(t).startswith(f'{n} step{"s"*(n>1)} of ' if n else 'no step was timed'), str(t)
+    json.loads(t.save(tmp_path/'t.json').read_text())
+    for would in (t.what_if(),t.what_if(1)):
+        test_eq((would.rank,would.would), (None,would.took))
+        assert ('no rank waits for another' if n else 'no step was timed') in str(would), would
 
 class Validates(Callback):
     "Validates in the midst of an epoch, on all ranks or on rank 0"

@@ -54,9 +54,9 @@ class Steps:
 class Late:
     "Ranks that others wait for"
     ranks:list # Numbers; empty where no rank is late
-    by:float=0. # Milliseconds a step
+    by:float=0. # Milliseconds that the others wait for them, in the mean over all steps
     part:str='' # Where they lose them
-    share:float=0. # Part of the time that the others wait
+    share:float=0. # Part of the time that the others wait for them
 
 def waited_for(
     s:Steps # Of several ranks
@@ -65,51 +65,66 @@ def waited_for(
     mean,last = s.waiting.sum(0)/(s.size-1),s.waiting.argmin(0)
     return np.where(np.arange(s.size)[:,None]==last, mean, 0.)
 
+# %% ../../nbs/606_observe.straggler.ipynb #d76f3fae
+_blocks,_t = 12,3.5
+
+def _in_blocks(ms):
+    "Return the sums of `ms` over blocks of steps, in which the longest times are cut"
+    ms = np.minimum(ms, np.quantile(ms.max(0), .95, method='lower'))
+    return np.add.reduceat(ms, np.arange(0, ms.shape[1], -(-ms.shape[1]//_blocks)), 1)
+
+def _throughout(late, ranks, others):
+    "Return whether each of `ranks` is later than the mean of `others` in so many blocks that it is not by chance"
+    more = late[ranks]-late[others].mean(0)
+    return (more.mean(1)>=_t*more.std(1, ddof=1)/np.sqrt(late.shape[1])).all()
+
 # %% ../../nbs/606_observe.straggler.ipynb #d76f3fad
+_most = .75
+
 def find_late(
     s:Steps, # Of all ranks
     least:float=.1 # Part of the time from which on waiting counts
 )->Late:
     "Return the rank, or the two ranks, for which the others wait"
-    if s.size==1 or s.n<2: return Late([])
-    typical = np.median(s.total)
-    cost = np.minimum(waited_for(s)/typical, 1.)
-    order = cost.sum(1).argsort()[::-1]
-    for k,most in ((1,.75),(2,.9)):
-        if s.size>=2*k and _costly(cost, order[:k], least, most): return _described(s, sorted(order[:k].tolist()))
+    if s.size==1 or s.n<7: return Late([])
+    cost,late = _in_blocks(waited_for(s)),_in_blocks(s.lateness)
+    order,whole = cost.sum(1).argsort()[::-1],cost.sum()
+    if whole<least*s.total.mean()*s.n: return Late([])
+    for k,most in ((1,_most),(2,.8)):
+        ranks,others = order[:k],order[k:]
+        if s.size>=2*k and cost[ranks].sum()>=most*whole and _throughout(late, ranks, others): return _described(s, sorted(ranks.tolist()))
     return Late([])
 
-def _costly(cost, ranks, least, most):
-    "Return whether waiting takes `least` of the time, `most` of it is for `ranks`, and that in a quarter of the steps and not by chance"
-    mine,whole,p = cost[ranks].sum(),cost.sum(),len(ranks)/len(cost)
-    last,n = (cost[ranks]>least).sum(),(cost>least).sum()
-    by_chance = n*p+2.5*np.sqrt(n*p*(1-p))
-    return whole>=least*cost.shape[1] and mine>=most*whole and last>=cost.shape[1]/4 and last>by_chance
-
+# %% ../../nbs/606_observe.straggler.ipynb #d76f3fb1
 def _described(s, ranks):
     "Return by how much `ranks` are late, and in what"
     others = [r for r in range(s.size) if r not in ranks]
-    mean = s.ms.mean(1)
-    more = np.median(mean[ranks], 0)-np.median(mean[others], 0)
-    by,more[_ex] = -more[_ex],-np.inf
-    return Late(ranks, by, parts[more.argmax()], s.waiting[others].sum()/s.total[others].sum())
+    more = np.median(s.ms.mean(1)[ranks], 0)-np.median(s.ms.mean(1)[others], 0)
+    more[_ex] = -np.inf
+    by = (s.waiting[others]*np.isin(s.waiting.argmin(0), ranks)).mean()
+    return Late(ranks, float(by), parts[more.argmax()], float(by/s.total[others].mean()))
 
 # %% ../../nbs/606_observe.straggler.ipynb #94bf541f
 def sentence(
     s:Steps # Of all ranks
 )->str:
     "Return who is late, by how much and in what, in words"
-    late = find_late(s)
     if not s.n: return 'no step was timed'
-    took = f'{s.n} steps of {s.total.mean():.3g} ms'
+    late,took = find_late(s),f'{s.n} step{"s"*(s.n>1)} of {s.total.mean():.3g} ms'
     if s.size==1: return f'{took}, most of it in {_largest(s)}'
-    if late.ranks:
-        one = len(late.ranks)==1
-        return f'{numbered(late.ranks)} {"is" if one else "are"} late by {late.by:.3g} ms a step, in {late.part}; the others wait {late.share:.0%} of the time ({took})'
-    wait = s.waiting.sum()/s.total.sum()
-    return f'no rank is late; ranks wait {wait:.0%} of the time, for one or another in turn ({took})'
+    if not late.ranks: return f'no rank is late{_unnamed(s)} ({took})'
+    are = 'is' if len(late.ranks)==1 else 'are'
+    return f'{numbered(late.ranks)} {are} late by {late.by:.3g} ms a step, in {late.part}; the others wait {late.share:.0%} of the time ({took})'
 
 def _largest(s): return max(own_parts, key=lambda o: s.part(o).sum())
+
+def _unnamed(s, least=.1):
+    "Return how long ranks wait where none is named, for whom, and why that is not enough"
+    cost = waited_for(s).sum(1)
+    if cost.max()<=_most*cost.sum(): return f'; ranks wait {s.waiting.sum()/s.total.sum():.0%} of the time, for one or another in turn'
+    late = _described(s, [int(cost.argmax())])
+    waits = f'the others wait {late.share:.0%} of the time for {numbered(late.ranks)}'
+    return f' by much; {waits}' if late.share<least else f' for certain; {waits}, in too few waits to tell it from chance'
 
 # %% ../../nbs/606_observe.straggler.ipynb #7b720da5
 def saved(

@@ -25,6 +25,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..job.group import *
 from ..job.callbacks import *
+from ..comm.exchanges import *
 from ..comm.collectives import *
 from ..train.proxy import *
 from .device_time import *
@@ -182,6 +183,7 @@ def plot(self:Timeline,
     ax.set(xlabel='ms a step', yticks=t.index, yticklabels=[f'rank {r}' for r in t.index])
     ax.invert_yaxis()
     ax.set_title(fill(str(self), 110), fontsize='medium')
+    if not ax.patches: return ax
     ax.figure.legend(loc='outside lower center', ncols=len(shown_parts), frameon=False, fontsize='small', columnspacing=1.) if own else ax.legend(fontsize='small')
     return ax
 
@@ -213,20 +215,27 @@ def _repr_png_(self:Timeline):
 @dataclass(frozen=True)
 class WhatIf:
     "Length of a fit, and of one in which a rank were as fast as the median of the others"
-    rank:int # The rank
+    rank:int # The rank; `None` where there are no others, or no step was timed
     took:float # Seconds that the fit took
     would:float # Seconds that it would have taken
-    def __str__(self): return f'with rank {self.rank} as fast as the others the fit would have taken {self.would:.3g} s instead of {self.took:.3g} s'
+    def __str__(self):
+        if not self.took: return 'no step was timed'
+        if self.rank is None: return f'the fit took {self.took:.3g} s in one process, where no rank waits for another'
+        return f'with rank {self.rank} as fast as the others the fit would have taken {self.would:.3g} s instead of {self.took:.3g} s'
 
+# %% ../../nbs/608_observe.timeline.ipynb #d8fc549a
 @patch
 def what_if(self:Timeline,
     rank:int=None # The one that is late by default, or the last where none is named
 )->WhatIf:
     "Return how long the fit would have taken, were `rank` as fast as the median of the others"
     s,h = self.steps,self.history
-    rank = ifnone(rank, first(find_late(s).ranks) if find_late(s).ranks else int(s.lateness.sum(1).argmax()))
     took = sum(int(o[:,1].max()) for o in h.heads)/1e9
-    return WhatIf(rank, took, took-(saved(s, rank).mean()*h.n/1e3 if s.n else 0.))
+    if not s.n: return WhatIf(None, 0., 0.)
+    if s.size==1: return WhatIf(None, took, took)
+    if rank not in (None,*range(s.size)): raise ValueError(f'You set rank={rank}, found {numbered(range(s.size))}. HINT: leave it out for the rank that is late')
+    rank = ifnone(rank, first(find_late(s).ranks) if find_late(s).ranks else int(s.lateness.sum(1).argmax()))
+    return WhatIf(rank, took, took-saved(s, rank).mean()*h.n/1e3)
 
 # %% ../../nbs/608_observe.timeline.ipynb #8a5a2e86
 @patch
