@@ -2299,6 +2299,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastdist.train.calls._count_batch': ('train.calls.html#_count_batch', 'fastdist/train/calls.py'),
                                       'fastdist.train.calls._method': ('train.calls.html#_method', 'fastdist/train/calls.py'),
                                       'fastdist.train.calls._named': ('train.calls.html#_named', 'fastdist/train/calls.py'),
+                                      'fastdist.train.calls._ours': ('train.calls.html#_ours', 'fastdist/train/calls.py'),
                                       'fastdist.train.calls.call_of': ('train.calls.html#call_of', 'fastdist/train/calls.py'),
                                       'fastdist.train.calls.run_events': ('train.calls.html#run_events', 'fastdist/train/calls.py')},
             'fastdist.train.compiling': { 'fastdist.train.compiling._forward': ( 'train.compiling.html#_forward',

@@ -18,6 +18,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.core import _inner_loop
 from fastai.learner import CastToTensor,_cast_tensor
+from ..job.callbacks import *
 from ..evaluate.recorder import *
 
 # %% ../../nbs/506_train.calls.ipynb #78caf965
@@ -47,6 +48,7 @@ def call_of(
     training:bool # Whether the Learner trains at the event
 )->callable: # Called without arguments
     "Return a function that does what `cb(event_name)` does"
+    if type(cb).__call__ is JobCallback.__call__ and event_name in of_batch: return _ours(cb, event_name)
     if type(cb).__call__ is not Callback.__call__ or event_name=='after_fit' or 'training' in vars(cb) or hasattr(type(cb), 'training'): return partial(cb, event_name)
     run,flag = _method(cb, event_name),None if event_name not in _inner_loop else 'run_train' if training else 'run_valid'
     def call():
@@ -54,6 +56,11 @@ def call_of(
         try: run()
         except _cancel: raise
         except Exception as e: raise _named(e, cb, event_name)
+    return call
+
+def _ours(cb, event_name):
+    def call():
+        if not cb.silent(): getattr(cb, event_name)()
     return call
 
 def _named(e, cb, event_name):

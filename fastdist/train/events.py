@@ -124,11 +124,13 @@ class Events:
         event_name:str # Event
     )->list: # Triples `(callback, whether ranks vote after it, function that calls it)`
         "Return the callbacks that do something at `event_name`, in order"
-        cbs,key = self.learn.cbs.items,(event_name, self.learn.training, self.vote is None)
+        learn = self.learn
+        cbs,key = learn.cbs.items,(event_name, learn.training, self.vote is None)
         if self.known is None or len(cbs)!=len(self.known) or any(map(operator.is_not, cbs, self.known)): # callbacks may call themselves equal
             self.known,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
-        if key not in self.plans: self.plans[key] = list(self._answering(event_name))
-        return self.plans[key]
+        plan = self.plans.get(key)
+        if plan is None: plan = self.plans[key] = list(self._answering(event_name))
+        return plan
 
     def _answering(self, event_name):
         for cb in sorted(self.known, key=lambda o: o.order):

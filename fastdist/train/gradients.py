@@ -31,6 +31,8 @@ from ..evaluate.recorder import *
 # %% ../../nbs/508_train.gradients.ipynb #d31175dc
 _torchs,_of_torch = torch.autograd.backward,{Tensor,TensorBase,nn.Parameter}
 
+def _untyped(t): return untyped(t) if type(t) is TensorBase else t # torch would begin the pass in Python, for each type of its own
+
 def _pass(run, kwargs, ts, gs):
     "Call `run`; torch's own begins a pass over tensors, with a gradient for each, without looking at them first, which takes longer than a small pass"
     plain = run is _torchs and not any(kwargs.values()) and type(ts) is type(gs) is tuple and {*map(type, ts)}<=_of_torch and {*map(type, gs)}=={Tensor}
@@ -38,8 +40,7 @@ def _pass(run, kwargs, ts, gs):
         return torch.autograd._engine_run_backward(ts, gs, False, False, (), allow_unreachable=True, accumulate_grad=True)
     run(tuple(map(_untyped, ts)) if type(ts) is tuple else _untyped(ts), gs, **kwargs)
 
-def _untyped(t): return untyped(t) if type(t) is TensorBase else t # torch would begin the pass in Python, for each type of its own
-
+# %% ../../nbs/508_train.gradients.ipynb #121286e6
 @contextmanager
 def each_backward(
     f:callable # Called as `f(run, tensors, grad_tensors, kwargs)`; `run(tensors, grad_tensors)` is the pass, `kwargs` are torch's other arguments
