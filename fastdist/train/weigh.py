@@ -19,7 +19,6 @@ __all__ = ['Weigh']
 
 # %% ../../nbs/534_train.weigh.ipynb #8ef0ff96
 import math
-
 from types import SimpleNamespace
 from warnings import warn
 from fastcore.all import *
