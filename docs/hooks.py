@@ -3,8 +3,10 @@ import logging
 from fnmatch import fnmatch
 from os.path import join,normpath,relpath
 from pathlib import Path
+from jinja2 import FileSystemBytecodeCache
 from mkdocs.structure.files import File
 from mkdocs.structure.toc import get_toc
+from nbconvert.exporters.templateexporter import TemplateExporter
 import links,names,pages
 
 log = logging.getLogger('mkdocs.hooks.fastdist')
@@ -40,6 +42,18 @@ def _others():
     listed = ''.join(f'- [{o.name}]({o.name}.md)\n' for o in scripts if o.parent.name=='slurm')
     res['examples/slurm/index.md'] = f'# Scripts for SLURM\n\n{listed}'
     return res | {o:(pages.root/o).read_text() for o in ('benchmarks/README.md','CONTRIBUTING.md')}
+
+def _share_templates(folder):
+    "Compile each template of nbconvert once, not for each notebook anew"
+    make,kept = TemplateExporter._create_environment,FileSystemBytecodeCache(str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    def _with_kept(self):
+        env = make(self)
+        env.bytecode_cache = kept
+        return env
+    TemplateExporter._create_environment = _with_kept
+
+def on_startup(command, dirty): _share_templates(pages.root/'.cache/templates')
 
 def on_config(config):
     "Make the index of names, and nav entries of patterns"

@@ -30,7 +30,8 @@ def run(
         shutil.copyfile(src, dst)
     names = '|'.join(re.escape(o.name) for o in todo.values())
     cmd = [str(Path(sys.executable).with_name('nbdev-test')), str(made), '--save', '--n-workers', str(workers), '--file-re', f'^({names})$']
-    if not subprocess.run(cmd, cwd=root).returncode: return [o.touch() for o in todo.values()]
+    env = dict(OMP_WAIT_POLICY='passive')|os.environ # threads of notebooks side by side that spin take the cores from each other
+    if not subprocess.run(cmd, cwd=root, env=env).returncode: return [o.touch() for o in todo.values()]
     for o in todo.values(): o.unlink()
     raise RuntimeError(f'A page failed in the build. HINT: run `nbdev-test` on it; one of {sorted(o.stem for o in todo.values())}')
 

@@ -157,6 +157,35 @@ def test_importing_leaves_garbage_collection_as_it_is():
     code = "import gc,sys; sys.modules['scipy.optimize'] = None\ntry: import fastdist\nexcept ImportError: print(gc.isenabled())"
     test_eq(run(sys.executable, '-c', code)[0], 'True\n')
 
+imports = """
+    import os,sys
+    from accelerate import notebook_launcher
+    from fastdist import *
+    from fastai.basics import *
+    from fastai.test_utils import synth_learner
+
+    def fit(rank=None):
+        had,learn = set(sys.modules),synth_learner()
+        with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
+        if this_world().rank==0: print('anew:', *sorted(set(sys.modules)-had), flush=True)
+
+    assert 'torch._dynamo' not in sys.modules, 'a script that starts no ranks imports it'
+    heads = lambda: on_ranks(fit), Accelerator(nprocs=2, compute_setup='cpu').distribute(fit, start='fork'), lambda: notebook_launcher(fit, num_processes=2, use_port=sys.argv[1])
+    for head in heads:
+        if not os.fork():
+            head()
+            sys.stdout.flush()
+            os._exit(0)
+        assert os.wait()[1]==0
+"""
+
+@pytest.mark.launcher
+def test_ranks_find_imported_what_they_need():
+    "Also where the script has nothing to do with images, which import most of torch"
+    out,_ = script(imports, sys.executable, run=lambda *cmd: run(*cmd, free_port()))
+    anew = [set(o.split()) for o in re.findall('^anew: (.*)', out, re.M)]
+    assert len(anew)==3 and all(len(o)<30 and 'torch._dynamo' not in o for o in anew), anew
+
 # What is set on the Accelerator
 
 def asked(acc): return acc.gradient_accumulation_steps,acc.dataloader_config.even_batches

@@ -28,6 +28,7 @@ from .errors import *
 from .tracebacks import *
 from .world import *
 from .store import *
+from .fork import *
 from .pickling import *
 
 # %% ../../nbs/010_job.spawn.ipynb #b467d204
@@ -149,9 +150,10 @@ if is_server(sys.orig_argv): atexit.register(os._exit, 0) # a second of torch's 
 
 # %% ../../nbs/010_job.spawn.ipynb #b97d9093
 def _context(start):
+    if start=='fork': preload()
     if start=='fork' or 'forkserver' not in get_all_start_methods(): return get_context(start)
     ctx = get_context('forkserver')
-    ctx.set_forkserver_preload([_room,'torch._dynamo']) # the second is imported by every DDP that is made
+    ctx.set_forkserver_preload([_room,*ddp_imports])
     return ctx
 
 # %% ../../nbs/010_job.spawn.ipynb #bd610994
