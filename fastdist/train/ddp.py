@@ -99,6 +99,7 @@ def is_direct(
 )->bool:
     "Return whether `through` is a plain `DistributedDataParallel` around a `Carrier` without hooks, over a model of which nothing is compiled"
     if type(through) is not DistributedDataParallel or type(through.module) is not Carrier or _hooked(through) or _hooked(through.module): return False
+    if not all(hasattr(through, o) for o in ('_pre_forward','_post_forward')): return False # torch may rename what is private
     compiled = any(m._compiled_call_impl is not None or hasattr(m, '_orig_mod') for m in through.modules())
     return not (compiled or through._use_python_reducer or through._delay_all_reduce_all_params)
 
