@@ -158,7 +158,7 @@ def frozen(who):
 
 @elsewhere
 def test_a_process_is_stopped(who):
-    told = [o for i,o in enumerate(on(blocks, frozen(who), patience=1)) if i!=who]
+    told = [o for i,o in enumerate(on(blocks, frozen(who), patience=3)) if i!=who]
     for o in told: assert o[0]==who and 'its process has not answered for' in o[1], told
 
 @elsewhere
