@@ -52,7 +52,7 @@ def _collates(dl): return _stacks() and is_fastais(dl, 'create_batch', 'retain')
 # %% ../../nbs/206_data.fetch.ipynb #5c918ab1
 _ways = 'do_item','create_item','do_batch','create_batch','retain'
 _of_class = operator.attrgetter(*_ways)
-_own = all(f.__globals__ is _fastai for f in _of_class(DataLoader)) and _of_class(DataLoader) # no function equals `False`
+_own = all(getattr(f, '__globals__', None) is _fastai for f in _of_class(DataLoader)) and _of_class(DataLoader) # no function equals `False`
 
 def makes_plainly(
     dl # fastai `DataLoader`

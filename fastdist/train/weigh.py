@@ -107,13 +107,12 @@ def batch_pass(self:Weigh, run, t, g):
     "Run the backward pass over the loss `t` of the batch, weighed"
     self.ask()
     self.due = False
-    with torch._C.DisableTorchFunctionSubclass(): # fastai's tensor types cost more here than the arithmetic
+    with plain(): # fastai's tensor types cost more here than the arithmetic
         w,d = self.weights.of_batch()
         f = w*self._in_window(d) if self.windowed else w
         if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         if self.windowed: self._add_up(w, d)
         else: self.sent.sums,self.sent.scales = _numbers(self.learn.loss, w, d, self.buffer),1.
-
     if self.added and not self.windowed:
         with aside(self.layout.trained.active): self._run(run, t, g)
     else: self._run(run, t, g)
