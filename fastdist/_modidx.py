@@ -1134,6 +1134,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastdist/evaluate/recorder.py'),
                                             'fastdist.evaluate.recorder._in_a_row': ( 'evaluate.recorder.html#_in_a_row',
                                                                                       'fastdist/evaluate/recorder.py'),
+                                            'fastdist.evaluate.recorder._is_float': ( 'evaluate.recorder.html#_is_float',
+                                                                                      'fastdist/evaluate/recorder.py'),
                                             'fastdist.evaluate.recorder._items': ( 'evaluate.recorder.html#_items',
                                                                                    'fastdist/evaluate/recorder.py'),
                                             'fastdist.evaluate.recorder._joint': ( 'evaluate.recorder.html#_joint',

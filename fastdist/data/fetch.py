@@ -103,15 +103,15 @@ def fetch_items(
     return [o for o in res if o is not None]
 
 # %% ../../nbs/206_data.fetch.ipynb #2abf2bbb
-def _column(c):
-    "Return the collated values `c`"
+def _column(c, here):
+    "Return the collated values `c`; in a data worker, where `here` is not set, torch's function puts tensors into shared memory"
     o = c[0]
-    if type(o) is Tensor and o.layout is torch.strided and not o.is_nested and get_worker_info() is None: return torch.stack(c)
+    if here and type(o) is Tensor and o.layout is torch.strided and not o.is_nested: return torch.stack(c)
     return retain_types(fa_collate(c), o)
 
 def _collated(b):
-    t = type(b[0])
-    return t([_column(c) for c in zip(*b)]) if t in (tuple,list) else _column(b)
+    t,here = type(b[0]),get_worker_info() is None
+    return t([_column(c, here) for c in zip(*b)]) if t in (tuple,list) else _column(b, here)
 
 # %% ../../nbs/206_data.fetch.ipynb #9ac2489f
 def collate_items(

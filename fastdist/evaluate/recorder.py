@@ -54,6 +54,8 @@ fastai.metrics.flatten_check = flatten_check
 # %% ../../nbs/310_evaluate.recorder.ipynb #35b8c892
 def _items(l): return l.items if type(l) is L else l # fastcore's iterates in Python
 
+def _is_float(v): return isinstance(v, Tensor) and v.dtype is torch.float32 and v.is_cpu and not v.ndim
+
 def _joint(a, b):
     "Return the type of the sum of an `a` and a `b`"
     return a if issubclass(a, b) or not issubclass(b, Tensor) else b
@@ -83,8 +85,8 @@ def _add(m, v, cls, learn):
     "Add the mean `v` over the samples of a batch, whose type is `cls`, to the average `m`, as fastai's metrics do"
     n,total = batch_size(learn.yb),m.total
     with plain():
-        v = _detached(v.mean() if v is learn.loss and v.ndim else v, learn)*n
-        cls = _joint(type(total), cls)
+        v,cls = _detached(v.mean() if v is learn.loss and v.ndim else v, learn),_joint(type(total), cls)
+        v = v.item()*n if _is_float(v) and _is_float(total) else v*n # a product that Python's numbers hold exactly is rounded once too
         total += v # in place where it is a tensor, as in fastai
         m.total = typed(total, cls) if type(total) is Tensor else total
     m.count += n

@@ -44,8 +44,7 @@ class Weights:
     @property
     def part(self):
         "Planned samples of this rank over the mean of all ranks; 0 for a sample that only makes the step"
-        if self.empty: return 0.
-        return self._now()[0]
+        return 0. if self.empty else self._now()[0]
 
     def _now(self):
         at,(dl,i,weight,source) = vars(self.phases.learn),self.known
