@@ -46,6 +46,7 @@ def stamp_fastai(st):
 def stamp_fastdist(st):
     "Put stamps on what fastdist lends a Learner in the place of these; what it does not have is passed over"
     mods = [m for k,m in sys.modules.items() if k.partition('.')[0]=='fastdist']
+    st.patch(torch.autograd, '_engine_run_backward', 'backward')
     for c in {o for m in mods for o in vars(m).values() if isinstance(o, type) and o.__module__==m.__name__}:
         st.patch(c, '_on_call_one', dispatch)
         for k,name in (learner_parts|(opt_parts if opt_parts.keys()<=vars(c).keys() else {})).items(): st.patch(c, k, name)
