@@ -60,7 +60,7 @@ def _until_open(addr, port, rank, timeout=600., notice=30.):
         if secs>notice:
             sys.stderr.write(f'fastdist: rank {rank} has waited {secs:.0f} s for rank 0 at {addr}:{port}\n')
             notice *= 2
-        time.sleep(0.05)
+        time.sleep(0.05) # nothing tells when a port begins to be served
     raise WorldError(f'Rank {rank} found nobody at {addr}:{port} for {timeout:.0f} s. HINT: see that rank 0 runs, and that MASTER_ADDR and MASTER_PORT name its host and a free port there')
 
 # %% ../../nbs/003_job.store.ipynb #a875e89c

@@ -28,6 +28,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.optimizer import (Lookahead,adam_step,average_grad,average_sqr_grad,l2_reg,lamb_step,larc_layer_lr,larc_step,momentum_step,
     qhadam_step,radam_step,rms_prop_step,sgd_step,step_stat,weight_decay,debias,_update)
+from ..evaluate.recorder import *
 from .gradients import *
 
 # %% ../../nbs/509_train.lists.ipynb #b8203f70
@@ -214,7 +215,7 @@ def _by_step(params, state):
     return [[p for p,n in zip(params, steps) if n==o] for o in dict.fromkeys(steps)]
 
 def _numbers(h): return _held.isdisjoint(h) and ({*map(type, h.values())}<={int,float} or all(isinstance(v, (int,float)) for v in h.values()))
-def _items(l): return l.items if type(l) is L else l # fastcore's iterates in Python
+
 
 # %% ../../nbs/509_train.lists.ipynb #438fcf22
 class ListSteps:
@@ -248,12 +249,12 @@ class ListSteps:
     def _planned(self):
         "Return whether all is known, with a plan for the parameters that have gradients"
         opt = self.opt
-        live = [[p for p in (ps.items if type(ps) is L else ps) if p.grad is not None] for ps in _items(opt.param_lists)]
-        key = [*_items(opt.cbs)],[[*map(id, ps)] for ps in live]
+        live = [[p for p in (ps.items if type(ps) is L else ps) if p.grad is not None] for ps in listed_items(opt.param_lists)]
+        key = [*listed_items(opt.cbs)],[[*map(id, ps)] for ps in live]
         if key!=self.key or opt.state is not self.state:
             self._plan(key[0], live)
             self.key,self.state,self.live = key,opt.state,live
-        return self.known and type(opt).step is _own[0] and all(map(_numbers, _items(opt.hypers)))
+        return self.known and type(opt).step is _own[0] and all(map(_numbers, listed_items(opt.hypers)))
 
 # %% ../../nbs/509_train.lists.ipynb #5ec3ec3f
 @patch
@@ -271,7 +272,7 @@ def step(self:ListSteps,
 # %% ../../nbs/509_train.lists.ipynb #558a012a
 @patch
 def _all_parts(self:ListSteps):
-    for parts,alone,h in zip(self.parts, self.alone, _items(self.opt.hypers)):
+    for parts,alone,h in zip(self.parts, self.alone, listed_items(self.opt.hypers)):
         for ps in parts: self._part(ps, h)
         for p in alone: self._one(p, h)
 
@@ -290,7 +291,7 @@ def _one(self:ListSteps, p, h):
 @patch
 def zero_grad(self:ListSteps):
     "Zero gradients where they are, as `Optimizer.zero_grad` does"
-    lists = _items(self.opt.param_lists)
+    lists = listed_items(self.opt.param_lists)
     gs = [g if type(g) is Tensor else local(g) for ps in lists for p in (ps.items if type(ps) is L else ps) if (g := p.grad) is not None]
     for g in gs:
         if g.requires_grad: g.detach_()
