@@ -53,15 +53,20 @@
 - `fastdist.job.tracebacks`: Short tracebacks, printed by one rank
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
+- `fastdist.observe.audit`: The law, checked on the user's own script before it trains
 - `fastdist.observe.bench`: Times of an exchange and of a step on this machine
+- `fastdist.observe.compare`: How far what ranks computed is from what one process computed, and whether rounding explains it
 - `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
 - `fastdist.observe.device_time`: Times of a device, taken as events in its queue and read when all is done
 - `fastdist.observe.findings`: Facts of a job that are known beforehand, compared with what is found
+- `fastdist.observe.origin`: Where in a step ranks begin to compute something else than one process
+- `fastdist.observe.replay`: The first steps of a fit, made once more by one process with the batches of all ranks, or by all ranks
 - `fastdist.observe.stamps`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
 - `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what
 - `fastdist.observe.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
 - `fastdist.observe.trace`: Steps of all ranks as a file that Perfetto opens
 - `fastdist.observe.waits`: The time that a rank spends in exchanges, seen from the exchanges themselves
+- `fastdist.observe.watch`: Who runs in a step, in order: transforms, modules, the loss and callbacks, each by its name
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.state.chunks`: Torch's distributed checkpoint: each rank writes its rows, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
@@ -74,6 +79,7 @@
 - `fastdist.state.progress`: What a training has done so far, as values that another process goes on from
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
 - `fastdist.state.resume`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
+- `fastdist.state.rewind`: Put back all objects that a Learner reaches, after a piece of training that was only tried
 - `fastdist.state.run`: Where a fit stands: done, cut off, or new; and how it goes on from a state
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something

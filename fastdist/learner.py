@@ -30,6 +30,7 @@ from .data.loader import *
 from .train.proxy import *
 from .train.lean import *
 from .train.trainer import *
+from .observe.audit import *
 
 # %% ../nbs/700_learner.ipynb #74ece329
 @patch
@@ -132,10 +133,15 @@ def to_distributed(self:Learner,
     desync_check=True, # Whether to compare what ranks hold when an epoch's training ends
     shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
     keep_sharded=False, # Whether the model stays in shards after `detach_distributed`
+    audit=None, # Steps of each fit that are compared with those of one process before it; `FASTDIST_AUDIT` by default
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
-    return self.detach_distributed().add_cb(DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, **kwargs))
+    cb = DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, **kwargs)
+    if k := audited_steps(audit, os.environ): cb.rehearsal = Auditor(k)
+    self.detach_distributed().add_cb(cb)
+    if k and cb.size==1: cb.rehearsal(cb) # it says that there is nothing to compare
+    return self
 
 @patch
 def detach_distributed(self:Learner)->Learner: # Itself
@@ -152,11 +158,12 @@ def distrib_ctx(self:Learner,
     desync_check=True, # Whether to compare what ranks hold when an epoch's training ends
     shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
     keep_sharded=False, # Whether the model stays in shards after the context
+    audit=None, # Steps of each fit that are compared with those of one process before it; `FASTDIST_AUDIT` by default
     **kwargs
 ):
     "Train on all ranks of the job inside the context, which yields the Learner"
     try:
-        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, **kwargs)): yield self
+        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, audit, **kwargs)): yield self
     finally: self.detach_distributed()
 
 # %% ../nbs/700_learner.ipynb #6f275c58

@@ -53,6 +53,7 @@ class Phases:
         alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
         store_attr()
+        self.of_rank = partial(split_bs, split, world.size)
         self.reset()
 
     def reset(self):
@@ -91,7 +92,7 @@ def share(self:Phases,
     if self.size==1 or not isinstance(dl, (DataLoader,TorchLoader)): return dl
     if isinstance(dl, DistributedDL): dl = dl.dl
     res = self.shares.get((id(dl),cls))
-    if res is None: res = cls(dl, self.world.rank, self.size, self.world.device, partial(split_bs, self.split, self.size))
+    if res is None: res = cls(dl, self.world.rank, self.size, self.world.device, self.of_rank)
     res.follow()
     mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
     if self.fitting: self.shares = {(id(o.dl),type(o)):o for o in (*self.shares.values(),res) if any(o.dl is l for l in mine)}

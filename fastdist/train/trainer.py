@@ -59,6 +59,7 @@ class DistributedTrainer(AgreeingCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
     _stateattrs = 'job','_events','phases','layout','weigh','evaluate','own_report'
+    rehearsal = noop # called with the trainer before each fit
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Whether batch norm counts the samples of all ranks
@@ -231,6 +232,7 @@ def _of_ranks(self:DistributedTrainer, f, event_type):
 @patch
 def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if self._events.alone: return self._aside(f, event_type, ex, final)
+    if event_type=='fit' and not self._fitting: self.rehearsal(self)
     if event_type in _of_step and self._lean: return self._in_batch(self._of_ranks(f, event_type), event_type, ex, final)
     run = super(DistributedTrainer, self)._on_with_events
     inner = self._fitting or bool(self.phases.open)
