@@ -12,7 +12,7 @@ has, so outputs can be compared row by row. The first that differ belong to what
 # %% auto #0
 __all__ = ['Points', 'noting', 'first_apart']
 
-# %% ../../nbs/612_observe.origin.ipynb #2a0fba02
+# %% ../../nbs/612_observe.origin.ipynb #a0b82c77
 from contextlib import contextmanager
 from fastcore.all import *
 from fastai.basics import *
@@ -22,7 +22,7 @@ from ..train.proxy import *
 from .watch import *
 from .compare import *
 
-# %% ../../nbs/612_observe.origin.ipynb #d04da775
+# %% ../../nbs/612_observe.origin.ipynb #9fcac7b8
 def _tensors(o):
     "Return the tensors in the nested `o`"
     if isinstance(o, Tensor) and o.numel()<2: return [] # a loss of one rank is another than that of all
@@ -60,7 +60,7 @@ class Points:
         "Put what transforms gave for the batch of `n` samples before it"
         self.points[:0] = [o for o in self.batch if any(t.shape[:1]==(n,) for t in o[2])]
 
-# %% ../../nbs/612_observe.origin.ipynb #1ce04650
+# %% ../../nbs/612_observe.origin.ipynb #fc7421ed
 class _Edges(Callback):
     order = -9_999
     def __init__(self, points): self.points = points
@@ -79,7 +79,7 @@ def noting(
     with learn.added_cbs(_Edges(p)),watched(learn, p.enter, p.leave): yield
     into.append(p.points)
 
-# %% ../../nbs/612_observe.origin.ipynb #5caeee3c
+# %% ../../nbs/612_observe.origin.ipynb #dfc3dfbc
 def first_apart(
     one:list, # Points of one process
     many:list, # Points of each rank

@@ -11,7 +11,7 @@ Here a listener is told when each of them begins and when it ends, under the nam
 # %% auto #0
 __all__ = ['line_of', 'Place', 'watched', 'Draws']
 
-# %% ../../nbs/610_observe.watch.ipynb #0c0a492c
+# %% ../../nbs/610_observe.watch.ipynb #a44d8869
 import inspect,random,sys,zlib,fasttransform.transform,fastai.data.core
 from contextlib import ExitStack,contextmanager
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
@@ -21,13 +21,14 @@ from fastai.callback.core import _inner_loop
 from ..evaluate.loss import *
 from ..train.proxy import *
 
-# %% ../../nbs/610_observe.watch.ipynb #3f21caba
+# %% ../../nbs/610_observe.watch.ipynb #251f78d2
 def line_of(
     o # A function, method or class
 )->str: # Empty where there is no source
     "Return the file and the line of `o`"
-    try: return f'{Path(inspect.getsourcefile(o)).name}:{inspect.getsourcelines(o)[1]}'
+    try: file,line = Path(inspect.getsourcefile(o)),inspect.getsourcelines(o)[1]
     except (TypeError,OSError): return ''
+    return f'line {line} of a cell' if 'ipython-input' in file.name or 'ipykernel' in str(file) else f'{file.name}:{line}'
 
 def _code_of(o):
     "Return what of `o`, a module, transform, callback's method or function, has a line of its own"
@@ -46,7 +47,7 @@ class Place(str):
         file = getattr(sys.modules.get(getattr(code, '__module__', '')), '__file__', None) or ''
         return '' if 'site-packages' in file or not line_of(code) else f' ({line_of(code)})'
 
-# %% ../../nbs/610_observe.watch.ipynb #fe08ba2b
+# %% ../../nbs/610_observe.watch.ipynb #452a8282
 def _modules(learn):
     loss = loss_module(learn.loss_func)
     return {id(m):Place(f'{name}.{n}' if n else name, m) for name,top in (('loss',loss), ('model',own_model(learn))) for n,m in top.named_modules()}
@@ -57,7 +58,7 @@ def _watch_modules(learn, enter, leave, stack):
     def after(m, args, out): id(m) in names and leave(names[id(m)], out)
     for h in (register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)): stack.callback(h.remove)
 
-# %% ../../nbs/610_observe.watch.ipynb #d603855b
+# %% ../../nbs/610_observe.watch.ipynb #9fdf0def
 def _tfm_name(f):
     if type(f) is Transform: f = first(o for o in vars(f).values() if isinstance(o, partial)) or f
     while isinstance(f, partial): f = f.func
@@ -77,7 +78,7 @@ def _watch_transforms(enter, leave, stack):
         stack.callback(setattr, o, 'compose_tfms', o.compose_tfms)
         o.compose_tfms = compose
 
-# %% ../../nbs/610_observe.watch.ipynb #acaea0f7
+# %% ../../nbs/610_observe.watch.ipynb #3ce30bf4
 def _watched_method(cb, k, enter, leave):
     f = getattr(cb, k)
     p = Place(f'{type(cb).__name__}.{k}', f)
@@ -109,7 +110,7 @@ def watched(
         _watch_callbacks(learn, enter, leave, stack)
         yield
 
-# %% ../../nbs/610_observe.watch.ipynb #189d045e
+# %% ../../nbs/610_observe.watch.ipynb #f96e4a2b
 def _generators():
     py,npy = random.getstate()[1],np.random.get_state()
     cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b''
