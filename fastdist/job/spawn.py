@@ -77,7 +77,8 @@ def _be_rank(rank, d, env, call):
         (fun,state),script = call or read(d/'call')
         script.install()
         set_cpu_random(state)
-        write((fun(rank), cpu_random()), d/f'result{rank}', ByName)
+        res = fun(rank)
+        write((res, cpu_random()), d/f'result{rank}', ByName, ('What your function returned', res))
     except BaseException as e:
         write(_Failure(rank, e), d/f'failure{rank}')
         raise SystemExit(0 if isinstance(e, Preempted) else 1)
@@ -169,7 +170,7 @@ class Ranks:
         self.n,self.d,self.procs,self.failed_at,self.sel = n,Path(d),[],None,selectors.DefaultSelector()
         self.outputs = [self._output(r, kind, r==0 or show_all, show_all) for r in range(n) for kind in ('out','err')]
         call,script,port = (fun,cpu_random()),Script(),free_port()
-        if start=='spawn': script.write(call, self.d/'call')
+        if start=='spawn': script.write(call, self.d/'call', ('', fun))
         ctx,be = _context(start),import_module(_room)._be_rank # not the `_be_rank` of a notebook, which a new process does not have
         for r in range(n):
             p = ctx.Process(target=be, args=(r, self.d, os.environ|rank_env(r, n, self.d, port), (call, script) if start=='fork' else None), name=f'rank {r}')
