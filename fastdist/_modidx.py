@@ -1407,6 +1407,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.job.pickling._is_library': ('job.pickling.html#_is_library', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling._items': ('job.pickling.html#_items', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling._noting': ('job.pickling.html#_noting', 'fastdist/job/pickling.py'),
+                                       'fastdist.job.pickling._own': ('job.pickling.html#_own', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling._path': ('job.pickling.html#_path', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling._variables': ('job.pickling.html#_variables', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling.found': ('job.pickling.html#found', 'fastdist/job/pickling.py'),

@@ -16,6 +16,7 @@ __all__ = ['references', 'found', 'write', 'read', 'ByName', 'Script']
 # %% ../../nbs/009_job.pickling.ipynb #4f4954ac
 import cloudpickle,dis,inspect,linecache,os,pickle,sys,torch
 from collections import deque
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from multiprocessing import get_start_method,set_start_method
 from pathlib import Path
@@ -47,15 +48,22 @@ def _variables(f):
     return {k:v for k,v in f.__globals__.items() if k in used} | cells | dict(zip(args[len(args)-len(vals):], vals)) | (f.__kwdefaults__ or {}) | vars(f)
 
 # %% ../../nbs/009_job.pickling.ipynb #a745e352
+def _own(o, k):
+    "Return the attribute `k` of `o` itself, without its `__getattr__`; `None` where it has none"
+    with suppress(AttributeError): return object.__getattribute__(o, k)
+
 def _attrs(o):
-    res = {k:v for c in type(o).__mro__ for k in getattr(c, '__slots__', ()) if (v := getattr(o, k, None)) is not None and not k.startswith('__')}
-    res |= vars(o) if isinstance(getattr(o, '__dict__', None), dict) else {}
+    slots = [k for c in type(o).__mro__ for k in listify(vars(c).get('__slots__')) if not k.startswith('__')]
+    res = {k:v for k in slots if (v := _own(o, k)) is not None} | (_own(o, '__dict__') or {})
     return res | {k:v for of in ('_modules','_parameters','_buffers') if isinstance(o, torch.nn.Module) for k,v in res.pop(of, {}).items()}
 
 def _items(o):
-    if isinstance(o, dict): return [(f'[{k!r}]', v) for k,v in o.items()]
-    return [(f'[{i}]', v) for i,v in enumerate(o)] if isinstance(o, (list,tuple,set,frozenset,deque,L)) else []
+    "Return what the container `o` holds; a class of its own may make its items when it is asked for them, and is not"
+    if isinstance(o, dict): return [(f'[{k!r}]', v) for k,v in dict.items(o) if type(v) not in _atoms]
+    base = first(c for c in (list,tuple,set,frozenset,deque) if isinstance(o, c))
+    return [(f'[{i}]', v) for i,v in enumerate(base.__iter__(o)) if type(v) not in _atoms] if base else []
 
+# %% ../../nbs/009_job.pickling.ipynb #a745e35c
 def _given(o):
     "Return pairs of a parameter and its value for the positional arguments of the partial `o`"
     code = getattr(o.func, '__code__', None)
@@ -67,12 +75,13 @@ def references(
     by_name:bool=False # Whether to look into the user's functions and classes that pickle writes by their names
 )->list: # Pairs of a name and an object; the name of a variable, or what is put behind the path of `o`
     "Return the objects that `o` refers to"
+    if type(o) in (list,tuple,dict,set): return _items(o) # a data set may be a million of them
     if isinstance(o, (ModuleType,torch.Tensor)): return []
     if isinstance(o, MethodType): return [('', o.__self__), ('', o.__func__)]
     if isinstance(o, partial): return [('', o.func), *_given(o), *o.keywords.items()]
     if isinstance(o, (staticmethod,classmethod)): return [('', o.__func__)]
     if isinstance(o, property): return [('', f) for f in (o.fget,o.fset) if f]
-    if not isinstance(o, (type,FunctionType)): return [*((f'.{k}', v) for k,v in _attrs(o).items() if not isinstance(o, L)), *_items(o), ('', type(o))]
+    if not isinstance(o, (type,FunctionType)): return [*(('' if k=='items' and isinstance(o, L) else f'.{k}', v) for k,v in _attrs(o).items()), *_items(o), ('', type(o))]
     if _is_library(o) or _by_name(o) and not by_name: return []
     return [*_variables(o).items()] if isinstance(o, FunctionType) else [*((f'{o.__name__}.{k}', v) for k,v in vars(o).items()), *(('', c) for c in o.__bases__)]
 
