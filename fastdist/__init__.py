@@ -70,7 +70,7 @@
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.state.chunks`: Torch's distributed checkpoint: each rank writes its rows, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
-- `fastdist.state.fits`: A Learner counts its fits with a path, in a script and in a notebook
+- `fastdist.state.fits`: A Learner counts its fits with a path, and each is described by what the script gives it
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
 - `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
 - `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds

@@ -18,6 +18,8 @@ import inspect,cloudpickle,torch
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from io import BytesIO
+from warnings import warn
 from accelerate import Accelerator as HFAccelerator
 from accelerate.utils import InitProcessGroupKwargs,extract_model_from_parallel
 from fastcore.all import *
@@ -25,6 +27,7 @@ from fastai.basics import *
 from .job.errors import *
 from .job.world import *
 from .job.options import *
+from .job.pickling import *
 from .job.spawn import *
 from .comm.collectives import *
 from .state.growth import *
@@ -140,13 +143,14 @@ def distribute(self:Accelerator,
     all_ranks:bool=False, # Whether to return a list of what each rank returned, in rank order, instead of rank 0's
     show_all:bool=False # Whether to show what all ranks print, instead of rank 0's
 )->callable:
-    "Return a function that calls `fun` on all ranks and returns what rank 0's returned; what it trains is trained afterwards"
+    "Return a function that calls `fun` on all ranks and returns what rank 0's returned; the Learners that it has are trained afterwards"
     check_choice('start', start, ('spawn','fork'))
     @wraps(fun)
     def run(*args, **kwargs):
         instance = self._instance(fun, args)
         if instance is not None and not is_trainable(instance): instance = None
         if isinstance(instance, Learner): self._learner_options()
+        else: check_plain_options(self.options)
         try:
             if self.in_head: res = self._from_head(instance, fun, args, kwargs, start, all_ranks, show_all)
             else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
@@ -154,31 +158,52 @@ def distribute(self:Accelerator,
         return model_and_opt(instance) if instance is not None and res is None else res
     return run
 
+# %% ../nbs/702_accelerator.ipynb #702a0001
+def _trains(o):
+    "Return whether `o` has a model and an optimizer among its own attributes"
+    if issubclass(type(o), Learner): return True
+    own = getattr(o, '__dict__', None)
+    return isinstance(own, dict) and 'optimizer' in own and issubclass(type(own.get('model')), nn.Module)
+
+@patch
+def _held(self:Accelerator, instance, fun, args, kwargs, start):
+    "Return the objects that `fun` could train: `instance` first, then those that it has"
+    call = partial(fun, *args, **kwargs)
+    res,all_ = found(call, _trains, start=='fork'),found(call, _trains, True)
+    other = [k for k,o in all_.items() if not any(o is v for v in res.values())]
+    if other: warn(f'You distribute {getattr(fun, "__name__", fun)}, which uses {", ".join(other)} of a module that each rank imports anew, so what trains there is not what this process has. '
+        'HINT: give it as an argument')
+    return ([instance] if instance is not None else []) + [o for o in res.values() if o is not instance]
+
 # %% ../nbs/702_accelerator.ipynb #e3092655
 @patch
 def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, show_all):
-    "Start ranks that call `fun`, and write what they trained into `instance`"
+    "Start ranks that call `fun`, and write what they trained into what `fun` has"
     if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
-    res = start_ranks(partial(_in_rank, self, instance, fun, args, kwargs), self._nprocs, start, all_ranks, show_all)
-    values,states = zip(*res) if all_ranks else zip(res)
-    if instance is not None: come_home(instance, states[0] | dict(returned=values))
+    held = self._held(instance, fun, args, kwargs, start)
+    res = start_ranks(partial(_in_rank, self, fun, args, kwargs, held, instance is not None), self._nprocs, start, all_ranks, show_all)
+    all_ = res if all_ranks else [res]
+    if held: come_home(*zip(held, [s | dict(returned=[o for o,_ in all_]) for s in all_[0][1]]))
+    values = [o for o,_ in all_] if held else all_
     for o in values:
-        if isinstance(o, _Unsent): raise TypeError(f'{fun.__name__} returned something that cannot be sent from a rank: {o.why}. What it trained has come home. HINT: return numbers or tensors')
+        if isinstance(o, _Unsent): raise TypeError(f'{o.why}. What trained has come home')
     return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
 
-def _in_rank(acc, instance, fun, args, kwargs, rank):
-    was = form(model_and_opt(instance)[0]) if instance is not None and rank==0 else None
-    res = acc.worker(rank, instance, fun, args, kwargs)
-    return res if instance is None else _sendable(res),state_away(instance, was) if was else None
+def _in_rank(acc, fun, args, kwargs, held, first_is_instance, rank):
+    forms = [form(model_and_opt(o)[0]) for o in held] if rank==0 else []
+    res = acc.worker(rank, held[0] if first_is_instance else None, fun, args, kwargs)
+    return (_sendable(res),[state_away(o, was) for o,was in zip(held, forms)]) if held else res
 
 # %% ../nbs/702_accelerator.ipynb #4d8b1965
 class _Unsent:
     "Takes the place of a result that cannot be pickled, and says why it cannot"
-    def __init__(self, e): self.why = f'{type(e).__name__}: {e}'
+    def __init__(self, e): self.why = str(e)
 
 def _sendable(o):
-    try: return o if o is None or cloudpickle.dumps(o) else None
-    except Exception as e: return _Unsent(e)
+    if o is None: return
+    try: write(o, BytesIO(), part=('What your function returned', o))
+    except TypeError as e: return _Unsent(e)
+    return o
 
 # %% ../nbs/702_accelerator.ipynb #35bcad78
 @patch

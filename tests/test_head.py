@@ -3,6 +3,7 @@ import os,pytest,signal,subprocess,sys,threading,time
 from itertools import chain
 from pathlib import Path
 from accelerate import Accelerator as HFAccelerator,notebook_launcher
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader as TorchLoader,DistributedSampler
 from torch import distributed as dist
@@ -11,6 +12,7 @@ from fastai.callback.all import *
 from fastcore.test import test_eq,test_close,expect_fail
 from fastdist import *
 from fastdist.job.accelerate import has_state
+from fastdist.job.errors import HomeError
 from learners import digits
 from procs import *
 
@@ -320,6 +322,89 @@ def test_an_object_with_model_and_optimizer(n):
     assert not torch.equal(model.weight, before['weight']) and len(opt.state_dict()['state'])==2
     assert isinstance(res[0], nn.Linear) and acc.is_class_method(o.train, ()) and acc.is_class_method(Trainer.train, (o,))
     test_eq(opt.state_dict()['state'][0]['step'].item(), 3)
+
+class Owner:
+    "A user's own, with a Learner somewhere"
+    def __init__(self, learn): self.learns = [dict(a=learn)]
+    def run(self, n):
+        with self.learns[0]['a'].distrib_ctx(): fit(self.learns[0]['a'], n)
+
+def ways(learn):
+    "Functions of a number of epochs that have `learn` in a variable, in an object, as an argument or as a default"
+    def closure(n):
+        with learn.distrib_ctx(): fit(learn, n)
+    def default(n, o=dict(a=learn)):
+        with o['a'].distrib_ctx(): fit(o['a'], n)
+    def argument(o, n):
+        with o.distrib_ctx(): fit(o, n)
+    return dict(closure=closure, object=Owner(learn).run, default=default, argument=partial(argument, learn))
+
+@pytest.mark.parametrize('way,n', [('closure',2), ('object',3), ('default',2), ('argument',3)])
+def test_a_learner_that_a_function_has_comes_home(way, n):
+    learn,one = learner(4),learner(4*n)
+    model,opt = learn.model,learn.create_opt() or learn.opt
+    for o,f in ((learn,cpu(nprocs=n).distribute(ways(learn)[way], **forked)), (one,partial(fit, one))):
+        set_seed(2)
+        assert f(2) is None
+    assert learn.model is model and learn.opt is opt and len(learn.recorder.values)==2
+    for a,b in zip(learn.model.state_dict().values(), one.model.state_dict().values()): test_close(a, b, 1e-5)
+
+def test_two_learners_and_an_object_come_home_from_one_function():
+    a,b,acc = learner(4),learner(4),cpu(nprocs=2)
+    o = Trainer(acc)
+    def f(k):
+        for l in (a,b):
+            with l.distrib_ctx(): fit(l, 1)
+        return o.train(3)
+    was = o.model.weight.clone()
+    acc.distribute(f, **forked)(1)
+    acc.finalize()
+    assert len(a.recorder.values)==len(b.recorder.values)==1 and not torch.equal(o.model.weight, was)
+
+def test_all_that_came_back_is_there_where_one_does_not_fit():
+    a,b = learner(4),learner(4)
+    was = a.model.state_dict()['0.weight'].clone()
+    def f():
+        with a.distrib_ctx(): fit(a, 1)
+        b.model.more,b.model.lock = nn.Linear(2,2),threading.Lock()
+    with pytest.raises(HomeError, match='more was absent') as e: cpu(nprocs=2).distribute(f, **forked)()
+    got = torch.load(e.value.path, weights_only=False)
+    assert torch.equal(a.model.state_dict()['0.weight'], was) and 'more.bias' in got['model'] and not torch.equal(got['others'][0]['model']['0.weight'], was)
+
+class Kind(Callback):
+    "The type of a parameter within a step"
+    def after_backward(self): self.kind = type(self.model[0].weight).__name__
+
+@pytest.mark.parametrize('n', [2,3])
+def test_a_distributed_learner_in_shards(n):
+    learn,one = learner(4, cbs=Kind()),learner(4*n)
+    acc = cpu(nprocs=n, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    for o,f in ((learn,acc.distribute(learn.fit_one_cycle, **forked)), (one,one.fit_one_cycle)):
+        set_seed(2)
+        with o.no_bar(), o.no_logging(): f(2, 0.02)
+    test_eq((learn.kind.kind, type(learn.model[0].weight)), ('DTensor',nn.Parameter))
+    for a,b in zip(learn.model.state_dict().values(), one.model.state_dict().values()): test_close(a, b, 1e-5)
+
+def test_a_distributed_learner_in_shards_where_ranks_exist():
+    def f(rank):
+        learn = learner(4, cbs=Kind())
+        acc = cpu(nprocs=2, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        with learn.no_bar(), learn.no_logging(): acc.distribute(learn.fit)(1)
+        return learn.kind.kind,type(learn.model[0].weight).__name__
+    test_eq(on_ranks(f, 2, join=False), [('DTensor','Parameter')]*2)
+
+def test_what_cannot_be_sent_is_named_by_its_path():
+    learn = learner(4)
+    learn.db = Owner(None)
+    learn.db.conn = threading.Lock()
+    with expect_fail(TypeError, 'learn.db.conn, a lock, cannot be sent to another process'): cpu(nprocs=2).distribute(learn.fit)(1)
+    with expect_fail(RankError, "What your function returned['a'][0], a lock,"): cpu(nprocs=2).distribute(lambda: dict(a=[threading.Lock()]), **forked)()
+    learn = learner(4)
+    def f():
+        with learn.distrib_ctx(): fit(learn, 1)
+        return dict(a=threading.Lock())
+    with expect_fail(TypeError, "What your function returned['a'], a lock,"): cpu(nprocs=2).distribute(f, **forked)()
+    test_eq(len(learn.recorder.values), 1)
 
 def test_options_reach_the_learner():
     learn = learner(4, cbs=Spy())

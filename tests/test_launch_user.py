@@ -95,6 +95,28 @@ broken = """
     data = list(zip(torch.randn(200,3), torch.randn(200,1)))
     learn = Learner(DataLoaders.from_dsets(data, data, bs=8, device='cpu'), nn.Linear(3,1), loss_func=MSELossFlat(), cbs=Boom())
     """
+@pytest.mark.launcher
+def test_a_learner_of_a_script_and_one_of_a_module_that_ranks_import_anew():
+    common = """
+    from fastai.basics import *
+    from fastai.test_utils import synth_learner
+    from fastdist import *
+    set_seed(1)
+    learn = synth_learner(n_trn=4)
+    def train():
+        with learn.distrib_ctx(), learn.no_logging(): learn.fit(1)
+    """
+    Path('mine.py').write_text(dedent(common))
+    out,err = script(common+"""
+    import mine
+    acc,was = Accelerator(nprocs=2, compute_setup='cpu'),learn.model.a.item()
+    acc.distribute(train)()
+    print('mine', learn.model.a.item()!=was, len(learn.recorder.values))
+    acc.distribute(mine.train)()
+    """, PYTHONWARNINGS='default')
+    test_eq([o for o in out.splitlines() if o.startswith('mine')], ['mine True 1'])
+    test_eq(len(re.findall('You distribute train, which uses learn of a module that each rank imports anew', err)), 1)
+
 head,contexts = "Accelerator(nprocs=2, compute_setup='cpu').distribute(learn.fit)(3)","with learn.distrib_ctx(): learn.fit(3)"
 
 def frames(err): return re.findall(r'File "([^"]*)", line \d+, in ([\w<>]+)', err)

@@ -186,8 +186,9 @@ def test_a_state_that_the_user_made_with_fsdp():
     finally: forget_state()
 
 def test_a_loop_of_ones_own_is_not_sharded(monkeypatch):
-    with pytest.raises(OptionError, match='fsdp_plugin') as e: Accelerator(compute_setup='cpu', fsdp_plugin=two())
-    assert said(e)
+    with pytest.raises(OptionError, match='fsdp_plugin') as e: Accelerator(compute_setup='cpu', fsdp_plugin=two()).prepare(nn.Linear(1,1))
+    assert said(e) and not has_state()
+    with pytest.raises(OptionError, match='fsdp_plugin'): Accelerator(nprocs=2, compute_setup='cpu', fsdp_plugin=two()).distribute(lambda: 1)()
     monkeypatch.setenv('ACCELERATE_USE_FSDP', 'true')
     with pytest.raises(OptionError, match='ACCELERATE_USE_FSDP.*a Learner') as e: Accelerator(compute_setup='cpu').prepare(nn.Linear(1,1))
     assert said(e) and not has_state()

@@ -47,7 +47,7 @@ def fitted(learn):
 def brought(there, here, path):
     "What was trained `there`, written into `here`, by way of a file"
     write(state_away(there), path)
-    come_home(here, read(path))
+    come_home((here, read(path)))
     return here
 
 def test_containers_of_any_type_come_home(tmp_path):

@@ -36,7 +36,7 @@ class JobDescription:
         check_nprocs(nprocs, compute_setup)
         check_choice('log_setup', log_setup, ('auto','cpu'))
         check_dtype(dtype)
-        check_plain_options(options)
+        check_plain_options(options, own_loop=False)
         if options.get('cpu') and compute_setup=='gpu': raise OptionError('cpu', True, 'compute_setup is \'gpu\'. HINT: set one of them')
         vars(self).update(compute_setup=compute_setup, log_setup=log_setup, dtype=dtype, options=options, _nprocs=nprocs, _backend=backend)
         check_backend(backend, self.device.type=='cuda')

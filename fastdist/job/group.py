@@ -15,7 +15,7 @@ breaks, so `cut` breaks them all, and `renew` makes a new group in the place of 
 __all__ = ['this_world', 'sockets', 'Membership', 'group_owner', 'setup_distrib', 'teardown_distrib']
 
 # %% ../../nbs/004_job.group.ipynb #fe565770
-import gc,os,socket,stat,sys,torch
+import gc,os,socket,stat,sys,torch,warnings
 import torch.distributed.nn.functional
 from contextlib import ExitStack,closing,contextmanager,suppress
 from dataclasses import replace
@@ -51,6 +51,27 @@ def _rank():
         return w.rank if w.size>1 else None
 
 sys.excepthook,sys.unraisablehook = partial(show_once, sys.excepthook, _rank),partial(ignore_quietly, sys.unraisablehook)
+warnings.formatwarning = partial(format_warning, warnings.formatwarning)
+
+# %% ../../nbs/004_job.group.ipynb #004a0002
+def _errors(e):
+    while e:
+        yield e
+        e = e.__cause__ or e.__context__
+
+def _show_inside(err, inside, outside, kind, e, tb):
+    "Show `e` by the hook `inside` if `err` is in its chain, else by `outside`"
+    (inside if any(o is err for o in _errors(e)) else outside)(kind, e, tb)
+
+def _hook_in():
+    "Set a `sys.excepthook` that shows an error once; return a function that puts the present one back"
+    old,handled = sys.excepthook,sys.exc_info()[1]
+    if getattr(old, 'func', None) is _show_inside: old = old.args[2]
+    sys.excepthook = old if getattr(old, 'func', None) is show_once else partial(show_once, old, _rank)
+    def restore():
+        err = sys.exc_info()[1]
+        sys.excepthook = old if err is handled else partial(_show_inside, err, sys.excepthook, old)
+    return restore
 
 # %% ../../nbs/004_job.group.ipynb #e4e28eec
 _owners = []
@@ -110,6 +131,7 @@ def _join(self:Membership, timeout, backend):
     self.undo.callback(set_env, set_env(world_vars(w)))
     if w.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: self._share_cores(w.local_size)
     if dist.is_initialized(): return
+    self.undo.callback(_hook_in())
     self._make_group(timeout, backend or w.backend)
     self._watch_new_groups()
 

@@ -37,7 +37,7 @@ _handlers = (AutocastKwargs,DistributedDataParallelKwargs,GradScalerKwargs,InitP
 # %% ../../nbs/006_job.options.ipynb #4554231c
 _sharding = 'deepspeed_plugin','deepspeed_plugins','fsdp_plugin','torch_tp_plugin','megatron_lm_plugin','parallelism_config'
 _replicas = ('a loop of your own has replicas here. HINT: accelerate.Accelerator itself shards it on GPUs; a Learner is sharded by '
-    'learn.distrib_ctx(fsdp_plugin=...) or an FSDP file of `accelerate config`')
+    'learn.distrib_ctx(fsdp_plugin=...), Accelerator(fsdp_plugin=...).distribute(learn.fit) or an FSDP file of `accelerate config`')
 _instead = 'models are divided over ranks by torch\'s FSDP2 alone. HINT: leave it out; learn.distrib_ctx(shard=True) divides a Learner\'s memory as well, and HYBRID_SHARD in an fsdp_plugin does it within each node'
 
 def _zero(stage, offload):
@@ -195,14 +195,16 @@ def check_dtype(
 
 # %% ../../nbs/006_job.options.ipynb #5d901ab8
 def check_plain_options(
-    options:dict # For Accelerate's `Accelerator`
+    options:dict, # For Accelerate's `Accelerator`
+    own_loop:bool=True # Whether they are for a training loop of the user's own for sure, and not perhaps for a Learner
 ):
-    "Raise `TypeError` for an option that Accelerate does not know, `OptionError` for one that shards models"
+    "Raise `TypeError` for an option that Accelerate does not know, `OptionError` for one that shards models, which a Learner alone can do"
     known = [k for k in signature(HFAccelerator.__init__).parameters if k!='self']
     for k,v in options.items():
         if k not in known: raise TypeError(f'unknown option {k}={v!r}. HINT: one of {", ".join(known)}')
     for_loops = *fastai_has_own,'rng_types','device_placement'
-    check_options(own_loop=True, **{k:v for k,v in options.items() if k not in for_loops})
+    check_options(own_loop=True, **{k:v for k,v in options.items() if k not in for_loops and (own_loop or k!='fsdp_plugin')})
+    if options.get('fsdp_plugin') is not None: _check_sharding('fsdp_plugin', options['fsdp_plugin'], own_loop)
 
 # %% ../../nbs/006_job.options.ipynb #0f670e83
 def handler_of(

@@ -12,7 +12,7 @@ head, however that ends."""
 
 # %% auto #0
 __all__ = ['cpu_random', 'set_cpu_random', 'end_with_head', 'rank_env', 'is_server', 'Ranks', 'in_shell', 'passed_on',
-           'dies_as_ranks', 'is_default', 'asks_first', 'start_ranks']
+           'dies_as_ranks', 'is_default', 'asks_first', 'check_folder', 'start_ranks']
 
 # %% ../../nbs/010_job.spawn.ipynb #04fb8e94
 import atexit,codecs,os,re,selectors,signal,sys,time,torch,numpy as np,random
@@ -21,7 +21,7 @@ from importlib import import_module
 from contextlib import contextmanager,suppress
 from multiprocessing import get_all_start_methods,get_context,parent_process
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory,gettempdir
 from threading import Thread,current_thread,main_thread
 from fastcore.all import *
 from .errors import *
@@ -77,7 +77,8 @@ def _be_rank(rank, d, env, call):
         (fun,state),script = call or read(d/'call')
         script.install()
         set_cpu_random(state)
-        write((fun(rank), cpu_random()), d/f'result{rank}', ByName)
+        res = fun(rank)
+        write((res, cpu_random()), d/f'result{rank}', ByName, ('What your function returned', res))
     except BaseException as e:
         write(_Failure(rank, e), d/f'failure{rank}')
         raise SystemExit(0 if isinstance(e, Preempted) else 1)
@@ -151,7 +152,7 @@ if is_server(sys.orig_argv): atexit.register(os._exit, 0) # a second of torch's 
 # %% ../../nbs/010_job.spawn.ipynb #b97d9093
 def _context(start):
     if start=='fork': preload()
-    if start=='fork' or 'forkserver' not in get_all_start_methods(): return get_context(start)
+    if start=='fork' or 'forkserver' not in get_all_start_methods() or len(gettempdir())>70: return get_context(start) # a socket of the server has a path of at most 107 bytes
     ctx = get_context('forkserver')
     ctx.set_forkserver_preload([_room,*ddp_imports])
     return ctx
@@ -169,7 +170,7 @@ class Ranks:
         self.n,self.d,self.procs,self.failed_at,self.sel = n,Path(d),[],None,selectors.DefaultSelector()
         self.outputs = [self._output(r, kind, r==0 or show_all, show_all) for r in range(n) for kind in ('out','err')]
         call,script,port = (fun,cpu_random()),Script(),free_port()
-        if start=='spawn': script.write(call, self.d/'call')
+        if start=='spawn': script.write(call, self.d/'call', ('', fun))
         ctx,be = _context(start),import_module(_room)._be_rank # not the `_be_rank` of a notebook, which a new process does not have
         for r in range(n):
             p = ctx.Process(target=be, args=(r, self.d, os.environ|rank_env(r, n, self.d, port), (call, script) if start=='fork' else None), name=f'rank {r}')
@@ -306,6 +307,11 @@ def asks_first(
         if ours: signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 # %% ../../nbs/010_job.spawn.ipynb #5f62a115
+def check_folder():
+    "Raise `FileNotFoundError` unless the current folder, in which ranks begin, exists"
+    try: os.getcwd()
+    except FileNotFoundError as e: raise FileNotFoundError(e.errno, 'Ranks begin in the current folder, which does not exist any more. HINT: os.chdir to one that does') from None
+
 def start_ranks(
     fun:callable, # Called as `fun(rank)` on each rank
     n:int, # Number of ranks
@@ -314,6 +320,7 @@ def start_ranks(
     show_all:bool=False # Whether to show the output of all ranks; by default only rank 0's
 ):
     "Return the result of `fun` on `n` new ranks on this node, and end all ranks; raise `RankError` for the first that fails"
+    check_folder()
     with dies_as_ranks() as died, TemporaryDirectory(prefix='fastdist') as d:
         ranks = Ranks(fun, n, d, start, show_all)
         try:

@@ -43,15 +43,18 @@ def _write_new(state):
             write(state, path)
             return path
 
-def _check_fits(model, opt, state):
+def _check_fits(o, state, all_):
+    model,opt = model_and_opt(o)
     why = differences(form(model), state['form']) if state['whole'] is None else ''
     names,have = state['groups']['names'],param_lists(opt) if opt else None
     lost = have and names and None in chain(*names) and [len(o) for o in have]!=[len(o) for o in names]
     if lost: why = why or 'the optimizer steps parameters that are not the model\'s, and other ones than here'
-    if why: raise HomeError(why, _write_new(state))
+    others = [s for s in all_ if s is not state]
+    if why: raise HomeError(why, _write_new(state | (dict(others=others) if others else {})))
 
-def _grow(o, model, whole):
+def _grow(o, whole):
     "Give `o` a model of the form of `whole`, on the device of its model"
+    model = model_and_opt(o)[0]
     device = first(p.device for p in model.parameters())
     res = grown(model, whole)
     for t in chain(res.parameters(), res.buffers()): t.data = t.data.clone().to(device)
@@ -59,11 +62,10 @@ def _grow(o, model, whole):
 
 # %% ../../nbs/405_state.home.ipynb #4aae9ddd
 def come_home(
-    o, # A Learner, or an object with `model` and `optimizer`, in the head
-    state:dict # From `state_away`
+    *pairs # Of a Learner, or an object with `model` and `optimizer`, in the head, and of what `state_away` returned
 ):
-    "Write `state` into `o`; raise `HomeError` and write nothing unless it fits"
-    model,opt = model_and_opt(o)
-    _check_fits(model, opt, state)
-    if state['whole'] is not None and form(model)!=state['form']: _grow(o, model, state['whole'])
-    restore(o, state)
+    "Write states into objects; raise `HomeError` and write nothing unless all fit"
+    for o,state in pairs: _check_fits(o, state, [s for _,s in pairs])
+    for o,state in pairs:
+        if state['whole'] is not None and form(model_and_opt(o)[0])!=state['form']: _grow(o, state['whole'])
+        restore(o, state)

@@ -38,22 +38,32 @@ def training_facts(
     "Return what the training of `learn` must share with a state to go on from it"
     loaders = zip(('training','validation'), getattr(learn.dls, 'loaders', []))
     data = {k:v for name,dl in loaders if isinstance(dl, (DataLoader,TorchLoader)) for k,v in data_digest(dl, name).items() if 'batch size' not in k}
-    return {'model':form(learn.model), 'global batch':batch, 'number of epochs':learn.n_epoch, 'optimizer':type(learn.opt).__name__} | data
+    return {'model':form(learn.model), 'global batch':batch, 'number of epochs':learn.n_epoch, 'optimizer':type(learn.opt).__name__} | data | _later(learn)
+
+def _later(learn):
+    "Return facts that states of earlier versions do not have"
+    rec,opt = getattr(learn, 'recorder', None),learn.opt
+    steps = [getattr(cb, '__name__', type(cb).__name__) for cb in opt.cbs] if isinstance(opt, Optimizer) else [type(getattr(opt, 'opt', opt)).__name__]
+    columns = {k:bool(getattr(rec, k, False)) for k in ('train_metrics','valid_metrics','add_time')}
+    return {'steps of the optimizer':steps, 'metrics':[str(getattr(m, 'name', type(m).__name__)) for m in learn.metrics], 'columns of the recorder':columns}
 
 # %% ../../nbs/411_state.progress.ipynb #68921e5e
 def check_same_training(
     was:dict, # `training_facts` when the state was made
     now:dict, # `training_facts` of this training
     ranks:int, # Number of ranks now
-    path # Folder of the state, for the message
+    path, # Folder of the state, for the message
+    done:bool=False # Whether the fit is done, so that no rows are added to its own
 ):
-    "Raise `ResumeError` unless `was` and `now` are the same"
+    "Raise `ResumeError` unless `was` and `now` are the same; what a script may change is in `settings`"
     if was['model']!=now['model']: raise ResumeError(path, f'another model: {differences(was["model"], now["model"])}', _elsewhere)
     a,b = was['global batch'],now['global batch']
     if a!=b: raise ResumeError(path, f'batches of {a} samples on all ranks together; {ranks} ranks make batches of {b} here', _fitting_batch(a, ranks))
-    name = first(k for k in {**was, **now} if was.get(k)!=now.get(k))
+    free = ['settings', *(k for k in _added if k not in was or done and k in _added[1:])]
+    name = first(k for k in {**was, **now} if k not in free and was.get(k)!=now.get(k))
     if name: raise ResumeError(path, f'another training: {name} was {was.get(name)}, is {now.get(name)}', _elsewhere)
 
+_added = 'steps of the optimizer','metrics','columns of the recorder'
 _elsewhere = 'give this training a path of its own, or delete the folder to begin again; seed what is drawn at random before the fit'
 
 def _fitting_batch(g, n): return f'bs={g//n}' if g and g%n==0 else f'a number of ranks that divides {g}'

@@ -93,7 +93,7 @@ def _batch(self:FitRun):
 @patch
 def find(self:FitRun)->dict: # `None` where there is nothing to go on from
     "Return on all ranks what rank 0 has read of the state from which this fit goes on; raise `ResumeError` where that is of another training"
-    facts = training_facts(self.learn, self._batch())
+    facts = training_facts(self.learn, self._batch()) | dict(settings=fit_settings(self.learn))
     self.facts,plan = facts,self._read(facts) if self.rank==0 else None
     plan = broadcast_obj(plan) if self.size>1 else plan
     if plan and self.in_parts: plan |= self._parts(State(Path(plan['path']), plan['record']))
@@ -108,7 +108,8 @@ def _read(self:FitRun, facts):
     done = state.about['fit']>self.number or state.about['ended']
     if done: state = self.states.find(lambda a: a['fit']==self.number and a['ended']) or self._nearest(state)
     was,here = state.about['facts'],state.about['fit']==self.number
-    check_same_training(was if here else facts|dict(model=was['model']), facts, self.size, state.path)
+    check_same_training(was if here else facts|dict(model=was['model']), facts, self.size, state.path, done)
+    if here: self._tell(was, facts, done)
     return dict(done=done, path=str(state.path), about=state.about, **(dict(record=state.record) if self.in_parts else {k:state.read(k) for k in ('learner','ranks')}))
 
 @patch
@@ -130,6 +131,7 @@ def put_back(self:FitRun):
     "Write the state that was found into the Learner, but for the random states"
     p,mine = self.plan,self._mine()
     state = p['learner']|dict(left=left_in(p['learner'], [] if mine and not self.in_parts else p['ranks'], whole=not self.in_parts))
+    if p['about']['facts'].get('metrics')!=self.facts['metrics']: state |= dict(metrics=[]) # a done fit's, and other metrics are here
     if self.in_parts: state = self.cb.layout.rejoined(self.learn, state, p['chunks'])
     put_back(self.learn, state, mine, p['path'])
     self.steps,self.before = p['about']['steps'],p['learner']['before']
@@ -275,6 +277,10 @@ def announce(self:FitRun):
         'now, so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
     self.say(f'goes on in fit {self.number}, epoch {at["epoch"]}, batch {at["batch"]}, from {self.plan["path"]}')
 
+@patch
+def _tell(self:FitRun, was, facts, done):
+    "Print each setting in which the script differs from the one that made the state"
+    for o in edits(was.get('settings', facts['settings']), facts['settings'], done): self.say(f'the script has changed since fit {self.number} began: {o}')
 
 # %% ../../nbs/413_state.run.ipynb #10a9f002
 @patch(as_prop=True)

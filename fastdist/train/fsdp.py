@@ -148,8 +148,9 @@ _sharded = ('Before and after its forward pass, this rank has a part of each par
     '(transformer_cls_names_to_wrap of the fsdp_plugin); to use parameters between forward and backward pass, reshard_after_forward=False; or shard=False')
 _copy = 'The model is in shards, which cannot be copied. HINT: copy it before or after the context, or let rank 0 write a file with learn.save, which is whole'
 _unused = ('A model in shards gives gradients to its parameters in a backward pass, and torch.autograd.grad with regard to them does not. HINT: backward(), or shard=False')
+_rows = 'The tensor is in shards, and this rank has some of its rows. HINT: t.full_tensor(), called on all ranks, is all of it; t.to_local() is the rows of this rank'
 
-_words = {'not have been used in the graph':_unused, 'does not support deepcopy':_copy} # torch's
+_words = {'is not supported for tensor subclasses':_rows, 'not have been used in the graph':_unused, 'does not support deepcopy':_copy} # torch's
 
 def _of_shards(e):
     "Return whether a tensor in shards was at hand where `e` was raised"

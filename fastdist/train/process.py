@@ -128,6 +128,7 @@ def end_training(self:RankAccelerator):
 def live(self:RankAccelerator)->HFAccelerator:
     "Accelerate's own object, made when it is first needed"
     if self._acc: return self._acc
+    check_plain_options(self.options)
     check_env(os.environ, own_loop=True)
     self.setup_process()
     owned = not has_state()

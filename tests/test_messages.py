@@ -1,0 +1,88 @@
+"What a user reads who did something odd: each message names the cause, comes from one rank, and shows the user's own line"
+import re,sys,pytest
+from textwrap import dedent
+from fastai.basics import *
+from fastcore.test import test_eq
+from fastdist import *
+from learners import digits
+from procs import *
+
+pytestmark = pytest.mark.timeout(120)
+
+@pytest.fixture(scope='module')
+def shown():
+    "The script `code` on two ranks: what their terminal shows"
+    warm = Warm(PYTHONWARNINGS='')
+    yield lambda code: warm.ask(path='script.py', text=dedent(code), n=2).raw.replace('\r', '')
+    warm.close()
+
+begin = """
+    import sys
+    from fastai.vision.all import *
+    from fastdist import *
+    set_seed(1)
+    data = list(zip(torch.randn(40,3), torch.randn(40,1)))
+    class Odd(Callback):
+        def after_batch(self):
+            if this_world().rank==1: {odd}
+    learn = Learner(DataLoaders.from_dsets(data, data, bs=4, device='cpu'), nn.Linear(3,1), loss_func=MSELossFlat(), cbs=Odd())
+    {before}
+    with learn.distrib_ctx(): learn.fit(1)
+    """
+
+def test_a_rank_that_ends_the_program_in_a_callback_is_named_with_its_line(shown):
+    err = shown(begin.format(odd='sys.exit(3)', before=''))
+    assert re.search(r'rank 0 ends because rank 1 ended the program, with SystemExit: 3, in script.py, line 9', err), err
+    assert 'shows its traceback itself' not in err
+
+def test_an_error_is_shown_once_under_the_hook_of_another_library(shown):
+    hook = "sys.excepthook = lambda kind,e,tb: print('their hook:', kind.__name__, e, file=sys.stderr)"
+    err = shown(begin.format(odd="raise ValueError('lost')", before=hook))
+    test_eq((err.count('their hook: ValueError'), err.count('their hook'), len(re.findall('rank 0 ends because rank 1 failed', err))), (1,1,1))
+
+def hooks(rank, fail):
+    learn,hook = digits(n=40, bs=4),sys.excepthook
+    theirs = sys.excepthook = lambda *args: None
+    try:
+        with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+            inside = sys.excepthook
+            learn.fit(1)
+            if fail: raise ValueError('lost')
+    except Exception as e:
+        caught = sys.excepthook
+        learn.detach_distributed()
+        with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): learn.fit(1)
+    res = inside is theirs,sys.excepthook is theirs
+    sys.excepthook = hook
+    return res
+
+@pytest.mark.parametrize('fail', [False,True])
+def test_the_hook_is_put_back_after_the_context(fail): test_eq(on_ranks(lambda rank: hooks(rank, fail), 2, join=False), [(False,True)]*2)
+
+class Reads(Callback):
+    "Makes an array of a parameter between steps"
+    def after_batch(self): self.model[0].weight.detach().numpy()
+
+def in_shards(rank):
+    learn = digits(n=40, bs=4, cbs=Reads())
+    try:
+        with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging(): learn.fit(1)
+    except Exception as e: return '\n'.join([str(e), *getattr(e, '__notes__', [])])
+
+def test_an_array_of_a_shard_has_a_hint():
+    for o in on_ranks(in_shards, 2, join=False): assert 'HINT: t.full_tensor(), called on all ranks' in o, o
+
+@pytest.mark.launcher
+def test_a_long_path_of_temporary_files_and_a_folder_that_is_gone(tmp_path):
+    code = "from fastdist import *\nimport os\nf = Accelerator(nprocs=2, compute_setup='cpu').distribute(lambda: 3)\nprint(f())"
+    long = tmp_path/('x'*110)
+    long.mkdir()
+    test_eq(run(sys.executable, '-c', code, TMPDIR=long)[0].strip(), '3')
+    gone = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')"
+    _,err = run(sys.executable, '-c', code.replace('\nprint', f'\n{gone}\nprint'), rc=1)
+    assert 'HINT: os.chdir' in err
+
+def test_a_warning_shows_the_user_s_line(shown):
+    err = shown(begin.format(odd='pass', before='').replace('with learn.distrib_ctx(): ', ''))
+    assert len(re.findall(r'script.py:\d+: UserWarning: You started 2 ranks', err))==1, err
+    assert not re.search(r'fastdist/\S+\.py:\d+: UserWarning', err)

@@ -1,0 +1,77 @@
+"A script that was edited before it is started again: what differs is named once, on rank 0, with what counts; what would mix rows or steps is refused"
+import io,re,pytest
+from contextlib import redirect_stdout
+from fastcore.test import test_eq
+from fastai.basics import *
+from fastai.callback.all import *
+from fastdist import *
+from fastdist.job.errors import ResumeError
+from procs import *
+
+class Break(Callback):
+    "Ends the fit within its second epoch"
+    order = 2*Checkpoint.order
+    def after_batch(self):
+        if self.training and (self.epoch,self.iter)==(1,2): raise KeyboardInterrupt
+Break.__module__ = 'fastdist.tests' # a user's would be named, as it is gone the second time
+
+def as_it_was(): return dict(lr=0.01, wd=None, metrics=[mae], loss=MSELossFlat(), opt=SGD, frozen=False, cbs=[], cycle=False)
+
+def script(path, cut, lr, wd, metrics, loss, opt, frozen, cbs, cycle, epochs=3):
+    set_seed(1)
+    data = list(zip(torch.randn(40,4), torch.randn(40,1)))
+    dls = DataLoaders.from_dsets(data[:30], data[30:], bs=3, num_workers=0)
+    model,split = nn.Sequential(nn.Linear(4,2), nn.Linear(2,1)),lambda m: [params(m[0]),params(m[1])]
+    learn = Learner(dls, model, loss_func=loss, metrics=metrics, opt_func=opt, splitter=split, cbs=[Checkpoint(path, every=2), *cbs, *[Break()]*cut])
+    if frozen: learn.freeze()
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): (learn.fit_one_cycle if cycle else learn.fit)(epochs, lr, wd=wd)
+    return learn
+
+def end_of(learn):
+    rec,h = learn.recorder,learn.opt.hypers[0]
+    grads = [p.requires_grad for p in learn.model.parameters()]
+    return dict(rows=len(rec.values), names=list(rec.metric_names), lr=h['lr'], wd=h['wd'], lrs=list(rec.lrs), grads=grads)
+
+def run(rank, path, cut, kw):
+    "What a rank comes to, and which edits it names"
+    out,res = io.StringIO(),None
+    try:
+        with redirect_stdout(out): res = end_of(script(path, cut, **as_it_was()|kw))
+    except (KeyboardInterrupt,ResumeError,RankError) as e: res = f'{type(e).__name__}: {e}'
+    return res,re.findall('fastdist: the script has changed since fit 0 began: (.*)', out.getvalue())
+
+def again(path, n, kw, was={}):
+    "What ranks of a script that was cut off, edited to have `kw` and started again come to, and what they say"
+    for o,said in on_ranks(lambda rank: run(rank, path, True, was), n, join=False): assert 'KeyboardInterrupt' in o and not said
+    return zip(*on_ranks(lambda rank: run(rank, path, False, kw), n, join=False))
+
+goes_on,counts = 'the fit goes on with what was','what is counts from here on'
+cases = dict(lr=(dict(lr=0.1), {}, [f'lr: was 0.01, is 0.1; {goes_on}']), wd=(dict(wd=0.2), {}, [f'wd: was 0.0, is 0.2; {goes_on}']),
+    frozen=(dict(frozen=True), {}, [f'frozen parameters: was none, is 0.weight, 0.bias; {goes_on}']), loss=(dict(loss=L1LossFlat()), {}, [f'loss: func was MSELoss, is L1Loss; {counts}']),
+    schedule=(dict(lr=0.1,cycle=True), dict(cycle=True), [f'schedule of lr: scheds.0.* was .*, is .*; {counts}']),
+    callbacks=(dict(cbs=[GradientClip(0.5)]), dict(cbs=[GradientClip(0.1)]), [f'callbacks: GradientClip.max_norm was 0.1, is 0.5; {counts}']), nothing=({}, {}, []))
+
+@pytest.mark.parametrize('case,n', zip(cases, (2,3,2,3,2,1,2)))
+def test_what_was_edited_is_named(tmp_path, case, n):
+    kw,was,lines = cases[case]
+    ends,said = again(tmp_path, n, kw, was)
+    test_eq(said[1:], ([],)*(n-1))
+    assert len(said[0])==len(lines) and all(map(re.fullmatch, lines, said[0])), said[0]
+    for o in ends: test_eq((o['rows'],o['lr'],o['wd'],o['grads']), (3,ends[0]['lr'] if case=='schedule' else 0.01,0.,[True]*4))
+    if case=='schedule': assert max(ends[0]['lrs'])>0.02
+
+refused = dict(metrics=(dict(metrics=[rmse]), "metrics was ['mae'], is ['_rmse']"), more=(dict(metrics=[mae,rmse]), 'metrics was'), optimizer=(dict(opt=Adam), 'steps of the optimizer was'))
+
+@pytest.mark.parametrize('case,n', zip(refused, (2,1,3)))
+def test_what_would_mix_rows_or_steps_is_refused_on_all_ranks(tmp_path, case, n):
+    kw,msg = refused[case]
+    ends,said = again(tmp_path, n, kw)
+    assert ends[0].startswith('ResumeError') and all(msg in o for o in ends), ends
+    (o,*_),_ = zip(*on_ranks(lambda rank: run(rank, tmp_path, False, {}), n, join=False)) # nothing is lost
+    test_eq((o['rows'],o['names'][-2:]), (3,['mae','time']))
+
+@pytest.mark.parametrize('n', [1,2])
+def test_a_fit_that_is_done_keeps_its_rows(tmp_path, n):
+    for kw,lines in (({},[]), (dict(metrics=[rmse], lr=0.1),['lr: was 0.01, is 0.1; the fit is done with what was'])):
+        ends,said = zip(*on_ranks(lambda rank: run(rank, tmp_path, False, kw), n, join=False))
+        test_eq((said[0],ends[0]['names'][-2:],ends[0]['lr']), (lines,['mae','time'],0.01))
