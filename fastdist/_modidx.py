@@ -1245,6 +1245,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'fastdist/job/accelerate.py'),
                                          'fastdist.job.accelerate.ProcessAccelerator._carries': ( 'job.accelerate.html#processaccelerator._carries',
                                                                                                   'fastdist/job/accelerate.py'),
+                                         'fastdist.job.accelerate.ProcessAccelerator._fit_for_ddp': ( 'job.accelerate.html#processaccelerator._fit_for_ddp',
+                                                                                                      'fastdist/job/accelerate.py'),
                                          'fastdist.job.accelerate.ProcessAccelerator._make': ( 'job.accelerate.html#processaccelerator._make',
                                                                                                'fastdist/job/accelerate.py'),
                                          'fastdist.job.accelerate.ProcessAccelerator.forget': ( 'job.accelerate.html#processaccelerator.forget',

@@ -56,6 +56,16 @@ class NewModel(Callback):
 @pytest.mark.parametrize('event,opt,size', [('before_epoch',True,2), ('before_train',True,3), ('before_batch',True,3), ('before_batch',False,2), ('before_epoch',False,3)])
 def test_another_model(event, opt, size): compare(learner, lambda: NewModel(event, opt), size)
 
+class Empties(nn.Module):
+    "As fastai's models for tables of categories only: a norm of nothing, which is not called; and parameters of nothing that are used"
+    def __init__(self):
+        super().__init__()
+        self.none,self.lin,self.nothing = nn.BatchNorm1d(0),nn.Linear(8,3),nn.Parameter(torch.zeros(0,3))
+    def forward(self, x): return self.lin(x)+x[:,:0]@self.nothing
+
+@sizes
+def test_parameters_without_elements(size): compare(partial(learner, model=Empties), size=size)
+
 class Thaw(Callback):
     "Thaws what is frozen in the midst of an epoch, and freezes it again"
     def before_batch(self):
