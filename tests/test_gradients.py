@@ -63,6 +63,19 @@ class Empties(nn.Module):
         self.none,self.lin,self.nothing = nn.BatchNorm1d(0),nn.Linear(8,3),nn.Parameter(torch.zeros(0,3))
     def forward(self, x): return self.lin(x)+x[:,:0]@self.nothing
 
+@pytest.fixture
+def doubles():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+class Doubles(Data):
+    def __getitem__(self, i): return self.x[i].double(),self.y[i]
+
+@sizes
+@pytest.mark.parametrize('loss', [CrossEntropyLossFlat,LabelSmoothingCrossEntropyFlat])
+def test_double_precision(loss, size, doubles): compare(partial(learner, data=Doubles, loss=loss), size=size)
+
 @sizes
 def test_parameters_without_elements(size): compare(partial(learner, model=Empties), size=size)
 

@@ -178,9 +178,10 @@ def _read(self:Weigh, mean):
     num,den = mean.tolist() if mean.is_cpu else mean
     if self.windowed and self.window.callback: self._count(*mean.tolist())
     elif not _is_one(den/sent.scales) and not self.reduction.kind[0]: divide_grads(self.layout.trained.active, den/sent.scales)
-    if not self.windowed: self.learn.loss = self.known = num/den if isinstance(num, Tensor) else torch.scalar_tensor(num/den if den else math.nan)
+    if not self.windowed: self.learn.loss = self.known = _single(num/den if isinstance(num, Tensor) or den else math.nan)
     sent.sums,sent.scales = 0.,0.
 
+def _single(v): return v.float() if isinstance(v, Tensor) else torch.scalar_tensor(v, dtype=torch.float32)
 def _is_one(d): return isinstance(d, float) and abs(d-1)<1e-6
 
 # %% ../../nbs/534_train.weigh.ipynb #5fec2e93
