@@ -3199,6 +3199,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastdist.train.weigh': { 'fastdist.train.weigh.Weigh': ('train.weigh.html#weigh', 'fastdist/train/weigh.py'),
                                       'fastdist.train.weigh.Weigh.__init__': ('train.weigh.html#weigh.__init__', 'fastdist/train/weigh.py'),
                                       'fastdist.train.weigh.Weigh._add_up': ('train.weigh.html#weigh._add_up', 'fastdist/train/weigh.py'),
+                                      'fastdist.train.weigh.Weigh._ahead': ('train.weigh.html#weigh._ahead', 'fastdist/train/weigh.py'),
                                       'fastdist.train.weigh.Weigh._count': ('train.weigh.html#weigh._count', 'fastdist/train/weigh.py'),
                                       'fastdist.train.weigh.Weigh._exchange_window': ( 'train.weigh.html#weigh._exchange_window',
                                                                                        'fastdist/train/weigh.py'),

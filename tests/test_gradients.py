@@ -63,6 +63,27 @@ class Empties(nn.Module):
         self.none,self.lin,self.nothing = nn.BatchNorm1d(0),nn.Linear(8,3),nn.Parameter(torch.zeros(0,3))
     def forward(self, x): return self.lin(x)+x[:,:0]@self.nothing
 
+class ByHand(Callback):
+    "Steps after every other batch, as a user's own accumulation does"
+    def before_step(self):
+        if self.iter%2==0: raise CancelBatchException()
+
+def three_fits(bs, ctx, first, then):
+    "Weights after each of three fits with a loss with class weights; one batch of four is left over in a window of two"
+    learn,res = learner(bs, loss=partial(CrossEntropyLossFlat, weight=torch.tensor([1.,3.,.2]))),[]
+    with learn.distrib_ctx() if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
+        for cb in (first,then,then):
+            learn.fit(1, .05, cbs=cb())
+            res += [getattr(p, 'full_tensor', lambda p=p: p)().detach().flatten().clone() for p in learn.model.parameters()]
+    return torch.cat(res).tolist()
+
+window = partial(GradientAccumulation, 24)
+@sizes
+@pytest.mark.parametrize('first,then', [(window,noop), (window,window), (window,ByHand), (ByHand,noop)])
+def test_gradients_of_steps_that_were_not_made(first, then, size):
+    one = three_fits(12, False, first, then)
+    for o in on_ranks(lambda rank: three_fits(12//size, True, first, then), size, join=False): test_close(o, one, 1e-5)
+
 @pytest.fixture
 def doubles():
     torch.set_default_dtype(torch.float64)

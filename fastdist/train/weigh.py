@@ -41,7 +41,7 @@ class Weigh(Passes):
 
     def _reset(self):
         super()._reset()
-        self.windowed = False
+        self.windowed,self.first,self.held = False,True,False # whether no pass of this fit was made; whether gradients of a batch without a step are there
         self.buffer = torch.empty(2, dtype=torch.float32)
         self.unsynced,self.smooth,self.sent,self.known,self.each,self.grown = [],None,SimpleNamespace(sums=0., scales=0.),None,False,False
         self.terms.reset()
@@ -86,7 +86,7 @@ def batch(self:Weigh,
     if not self.layout.covers(own_model(self.learn), self.learn.opt): self.wrap()
     if self.windowed: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
     with self.layout.step(self._exchanges()): run()
-    self.due = False
+    self.due = self.held = False
     if self.passes and not self.windowed and self.learn.loss is not self.known: self._share_loss()
 
 @patch
@@ -109,20 +109,31 @@ def batch_pass(self:Weigh, run, t, g):
     self.due = False
     with plain(): # fastai's tensor types cost more here than the arithmetic
         w,d = self.weights.of_batch()
-        f = w*self._in_window(d) if self.windowed else w
+        ahead = 1. if self.windowed else self._ahead(d)
+        f = w*self._in_window(d) if self.windowed else w/ahead
         if not (isinstance(f, float) and f==1) and t.numel()==1: g = (torch.ones_like(t) if g is None else g)*f
         if self.windowed: self._add_up(w, d)
-        else: self.sent.sums,self.sent.scales = _numbers(self.learn.loss, w, d, self.buffer),1.
-    if self.added and not self.windowed:
+        else: self.sent.sums,self.sent.scales = _numbers(self.learn.loss, w, d, self.buffer),ahead
+    if (self.added or self.held) and not self.windowed:
         with aside(self.layout.trained.active): self._run(run, t, g)
     else: self._run(run, t, g)
-    self.passes,self.added = self.passes+1,False
+    self.passes,self.added,self.first,self.held = self.passes+1,False,False,True
 
 @patch
 def _run(self:Weigh, run, t, g):
     self.layout.backward(run, t, g, self.sent.sums)
     if self.windowed: self._exchange_window()
     elif self.phases.world.size>1: self._read(self.layout.reduce(self.sent.sums))
+
+# %% ../../nbs/534_train.weigh.ipynb #6af4ab27
+@patch
+def _ahead(self:Weigh, d):
+    "Return the mean weight over ranks, where gradients must not be divided by it later: in the first batch of a fit, which may find those of a window that was left open"
+    summed,counts = self.reduction.kind
+    if not self.first or summed or not counts or not often_ignores(self.learn.loss_func, self.learn.yb[0]): return 1.
+    den = all_reduce(self._row(d), kind='step')[0]/self.phases.size
+    den = den+(den==0)
+    return den.item() if den.is_cpu else den
 
 # %% ../../nbs/534_train.weigh.ipynb #d0a0f1d9
 @patch
