@@ -1,5 +1,5 @@
 "Whatever makes gradients, and whoever takes the step, ranks compute what one process computes"
-import pytest
+import pytest,warnings
 from contextlib import nullcontext
 from fastcore.test import test_close,test_eq
 from fastai.vision.all import *
@@ -63,7 +63,26 @@ class Empties(nn.Module):
         self.none,self.lin,self.nothing = nn.BatchNorm1d(0),nn.Linear(8,3),nn.Parameter(torch.zeros(0,3))
     def forward(self, x): return self.lin(x)+x[:,:0]@self.nothing
 
-class ByHand(Callback):
+class Prints(Callback):
+    def after_batch(self): float(self.loss)
+
+class PrintsAtEnd(Callback):
+    def after_epoch(self): float(self.recorder.losses[-1])
+
+def said_of(rank, *cbs, **kw):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        fitted(learner(6), cbs=list(cbs), **kw)
+    return [str(o.message) for o in said if 'within a window' in str(o.message)]
+
+def test_who_reads_a_loss_within_a_window_is_named():
+    (a,),others = on_ranks(lambda rank: said_of(rank, Prints(), GradientAccumulation(24)), join=False)
+    assert 'Prints reads the loss' in a and not others
+    right = [PrintsAtEnd(),TerminateOnNaNCallback(),GradientAccumulation(24)]
+    for cbs,kw in ((right,{}), ([Prints()],{}), ([PrintsAtEnd()],dict(gradient_accumulation_steps=2))):
+        test_eq(on_ranks(lambda rank: said_of(rank, *cbs, **kw), join=False), [[],[]])
+
+class EveryOther(Callback):
     "Steps after every other batch, as a user's own accumulation does"
     def before_step(self):
         if self.iter%2==0: raise CancelBatchException()
@@ -79,7 +98,7 @@ def three_fits(bs, ctx, first, then):
 
 window = partial(GradientAccumulation, 24)
 @sizes
-@pytest.mark.parametrize('first,then', [(window,noop), (window,window), (window,ByHand), (ByHand,noop)])
+@pytest.mark.parametrize('first,then', [(window,noop), (window,window), (window,EveryOther), (EveryOther,noop)])
 def test_gradients_of_steps_that_were_not_made(first, then, size):
     one = three_fits(12, False, first, then)
     for o in on_ranks(lambda rank: three_fits(12//size, True, first, then), size, join=False): test_close(o, one, 1e-5)
