@@ -12,14 +12,17 @@ Here rank 0 writes a file that is complete or not there, and the others of its j
 __all__ = []
 
 # %% ../nbs/701_saving.ipynb #ebbc9db3
-import cloudpickle,torch,fastai.learner,fastai.text.learner
-from contextlib import contextmanager
+import cloudpickle,os,sys,time,torch,fastai.learner,fastai.text.learner
+from contextlib import contextmanager,suppress
 from functools import wraps
 from inspect import ismethod,unwrap
 from warnings import catch_warnings,simplefilter
+from torch.distributed import DistError
 from fastcore.all import *
 from fastai.basics import *
 from fastai.text.learner import TextLearner
+from .job.errors import *
+from .job.group import *
 from .comm.control import *
 from .state.files import *
 from .state.values import *
@@ -42,12 +45,18 @@ def _layout(learn):
     "Return how the parameters of `learn` lie on the ranks that it trains on at the moment; `None` in one process"
     return first(cb.layout for cb in learn._grab_cbs(DistributedTrainer) if cb.size>1)
 
+def _has_ranks(learn):
+    "Return whether there are ranks that do as this one does: not in the middle of a fit that each makes by itself"
+    with suppress(WorldError): return this_world().size>1 and vars(learn).get('dl') is None
+
+# %% ../nbs/701_saving.ipynb #6a0ba4cc
 def _write_on_rank0(learn, file, put, where):
-    "Write on rank 0 to the file that `where` finds for `file`, and return its name; in a job of several ranks the others wait, and return rank 0's name"
+    "Write on rank 0 to the file that `where` finds for `file`, and return its name; in a context the others wait, and return rank 0's name"
     _check_whole(learn)
     named,name,write = isinstance(file, (str,Path)),file,lambda: write_whole(put, where(file))
     if layout := _layout(learn):
         with layout.whole(learn): _,name = rank0_named(write, str(file) if named else type(file).__name__)
+    elif named and _has_ranks(learn): rank0_noted(write, os.path.abspath(where(file)))
     elif not rank_distrib(): write()
     return name if named else file
 
@@ -88,6 +97,17 @@ def _args(f, learn, layout, *args, **kwargs):
     file = res.get(names[0])
     return res,join_path_file(file, learn.path/learn.model_dir, ext='.pth') if isinstance(file, (str,Path)) and 'device' in names else file
 
+# %% ../nbs/701_saving.ipynb #d4fd9001
+_began = time.time()
+
+def _await_written(file):
+    "Wait for what rank 0 writes to `file` outside of a context, if this rank has come there too; raise `RankError` if rank 0 ended before"
+    if not isinstance(file, (str,Path)): return
+    try: await_noted(os.path.abspath(file))
+    except DistError: # rank 0, which served the store, has ended
+        if os.path.exists(file) and os.path.getmtime(file)>=_began: return
+        raise RankError(0, f'it ended before it wrote {file}. HINT: call `save` and `export` on all ranks, or read the file on rank 0 alone') from None
+
 def _reads(f):
     "Return the method `f`, which loads weights, without a barrier inside a context"
     @wraps(f)
@@ -97,6 +117,7 @@ def _reads(f):
         if not self._grab_cbs(DistributedTrainer): distrib_barrier()
         if self.opt is None and f.__name__=='load': self.create_opt()
         kwargs,file = _args(f, self, layout, *args, **kwargs)
+        _await_written(file)
         with any_names(get_model(self.model)),layout.reading(self, file): return without_barrier(f, self, **kwargs)
     return _inner
 
@@ -107,7 +128,8 @@ def _load_in_order(model, wgts):
     return model.load_state_dict(state | dict(zip(state, wgts.values())))
 
 def _barrier_outside_jobs():
-    "Wait for all ranks, unless a job is open"
+    "Wait for the file that `load_learner` is about to read, and for all ranks, unless a job is open"
+    _await_written(sys._getframe(1).f_locals.get('fname'))
     if control_connection() is None: distrib_barrier()
 
 Learner.load,TextLearner.load = _reads(Learner.load),_reads(TextLearner.load)

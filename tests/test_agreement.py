@@ -1,5 +1,5 @@
 "How ranks agree, what it costs, and how long they wait"
-import os,signal,time,traceback,pytest
+import dis,inspect,os,signal,sys,time,traceback,pytest
 from collections import Counter
 from datetime import timedelta
 from itertools import chain
@@ -8,10 +8,12 @@ from accelerate.utils import InitProcessGroupKwargs
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
+from fastdist.comm.control import control_connection
 from fastdist.comm.vote import VotingConnection
 from fastcore.test import test_eq,test_close,expect_fail
 from collectives import counting
 from learners import digits
+from procs import await_that
 
 def fit(learn, epochs=1, cbs=None, **kw):
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(**kw): learn.fit(epochs, 0.05, cbs=cbs)
@@ -170,3 +172,25 @@ def test_an_error_that_was_there_before_keeps_nothing_back():
                 line.arm()
                 with expect_fail(RankError, 'a broken file'): time.sleep(8)
     on_ranks(f, join=False)
+
+def paused(rank):
+    "Two fits, with nothing in between for longer than `patience`"
+    learn = digits()
+    with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(patience=1):
+        learn.fit(1, cbs=Checkpoint('ckpt'))
+        line = control_connection()
+        await_that(lambda: line.looked-line.moved>3*line.patience, 20)
+        learn.fit(1, cbs=Checkpoint('ckpt'))
+    return len(learn.recorder.values)
+
+@pytest.mark.parametrize('size', [2,3])
+def test_nobody_is_stuck_between_two_fits_with_checkpoints(size): test_eq(on_ranks(paused, size, join=False), [1]*size)
+
+def begun_with(cls):
+    "Names that the constructor of `cls` assigns"
+    init = vars(cls).get('__init__')
+    return {o.argval for o in dis.get_instructions(init) if o.opname=='STORE_ATTR'} if inspect.isfunction(init) else set()
+
+def test_no_two_classes_of_one_object_begin_with_the_same_attribute():
+    ours = {c for m in list(sys.modules.values()) if m.__name__.startswith('fastdist.') for c in vars(m).values() if inspect.isclass(c) and c.__module__.startswith('fastdist.')}
+    test_eq([(c.__name__,b.__name__,k) for c in ours for b in c.__mro__[1:] if b in ours for k in begun_with(c) & begun_with(b)], [])

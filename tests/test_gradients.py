@@ -1,5 +1,5 @@
 "Whatever makes gradients, and whoever takes the step, ranks compute what one process computes"
-import pytest
+import pytest,warnings
 from contextlib import nullcontext
 from fastcore.test import test_close,test_eq
 from fastai.vision.all import *
@@ -55,6 +55,69 @@ class NewModel(Callback):
 
 @pytest.mark.parametrize('event,opt,size', [('before_epoch',True,2), ('before_train',True,3), ('before_batch',True,3), ('before_batch',False,2), ('before_epoch',False,3)])
 def test_another_model(event, opt, size): compare(learner, lambda: NewModel(event, opt), size)
+
+class Empties(nn.Module):
+    "As fastai's models for tables of categories only: a norm of nothing, which is not called; and parameters of nothing that are used"
+    def __init__(self):
+        super().__init__()
+        self.none,self.lin,self.nothing = nn.BatchNorm1d(0),nn.Linear(8,3),nn.Parameter(torch.zeros(0,3))
+    def forward(self, x): return self.lin(x)+x[:,:0]@self.nothing
+
+class Prints(Callback):
+    def after_batch(self): float(self.loss)
+
+class PrintsAtEnd(Callback):
+    def after_epoch(self): float(self.recorder.losses[-1])
+
+def said_of(rank, *cbs, **kw):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        fitted(learner(6), cbs=list(cbs), **kw)
+    return [str(o.message) for o in said if 'within a window' in str(o.message)]
+
+def test_who_reads_a_loss_within_a_window_is_named():
+    (a,),others = on_ranks(lambda rank: said_of(rank, Prints(), GradientAccumulation(24)), join=False)
+    assert 'Prints reads the loss' in a and not others
+    right = [PrintsAtEnd(),TerminateOnNaNCallback(),GradientAccumulation(24)]
+    for cbs,kw in ((right,{}), ([Prints()],{}), ([PrintsAtEnd()],dict(gradient_accumulation_steps=2))):
+        test_eq(on_ranks(lambda rank: said_of(rank, *cbs, **kw), join=False), [[],[]])
+
+class EveryOther(Callback):
+    "Steps after every other batch, as a user's own accumulation does"
+    def before_step(self):
+        if self.iter%2==0: raise CancelBatchException()
+
+def three_fits(bs, ctx, first, then):
+    "Weights after each of three fits with a loss with class weights; one batch of four is left over in a window of two"
+    learn,res = learner(bs, loss=partial(CrossEntropyLossFlat, weight=torch.tensor([1.,3.,.2]))),[]
+    with learn.distrib_ctx() if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
+        for cb in (first,then,then):
+            learn.fit(1, .05, cbs=cb())
+            res += [getattr(p, 'full_tensor', lambda p=p: p)().detach().flatten().clone() for p in learn.model.parameters()]
+    return torch.cat(res).tolist()
+
+window = partial(GradientAccumulation, 24)
+@sizes
+@pytest.mark.parametrize('first,then', [(window,noop), (window,window), (window,EveryOther), (EveryOther,noop)])
+def test_gradients_of_steps_that_were_not_made(first, then, size):
+    one = three_fits(12, False, first, then)
+    for o in on_ranks(lambda rank: three_fits(12//size, True, first, then), size, join=False): test_close(o, one, 1e-5)
+
+@pytest.fixture
+def doubles():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+class Doubles(Data):
+    def __getitem__(self, i): return self.x[i].double(),self.y[i]
+
+@sizes
+@pytest.mark.parametrize('loss', [CrossEntropyLossFlat,LabelSmoothingCrossEntropyFlat])
+def test_double_precision(loss, size, doubles): compare(partial(learner, data=Doubles, loss=loss), size=size)
+
+@sizes
+def test_parameters_without_elements(size): compare(partial(learner, model=Empties), size=size)
 
 class Thaw(Callback):
     "Thaws what is frozen in the midst of an epoch, and freezes it again"

@@ -114,6 +114,16 @@ losses |= dict(ints=(CrossEntropyLossFlat,lambda i: torch.tensor(i%3, dtype=torc
 @each(losses)
 def test_losses(f): same(lambda: classes(f[1])(loss=f[0]()), lambda l: (l.fit(2, 1e-2), l.get_preds(with_loss=f[0] not in (losses['mine'][0],)))[-1])
 
+@each({k:losses[k] for k in ('ce','smooth','focal','mse','l1','bce','weighed')})
+def test_losses_of_a_double_model(f):
+    "fastai's losses compute in single precision"
+    def mk():
+        learn = classes(f[1])(loss=f[0]())
+        learn.model.double()
+        learn.add_cb(Callback(before_batch=lambda self: setattr(self.learn, 'xb', tuple(o.double() for o in self.xb))))
+        return learn
+    same(mk, lambda l: l.fit(2, 1e-2))
+
 class Counted(Metric):
     def reset(self): self.n,self.seen = 0,[]
     def accumulate(self, learn): self.n,self.seen = self.n+len(learn.y),[*self.seen,type(learn.pred).__name__,type(learn.loss).__name__]

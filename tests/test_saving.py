@@ -10,7 +10,7 @@ from fastai.text.learner import TextLearner
 from fastdist import *
 from fastcore.test import test_eq
 from learners import digits,tabular,language_model,vision
-from procs import here
+from procs import await_that,here
 
 def quiet(learn): return learn.no_logging(),learn.no_bar()
 
@@ -241,6 +241,59 @@ def test_outside_a_context_nobody_waits():
         return str(path)
     for join in (True,False): test_eq(on_ranks(f, 3, join=join), ['models/zero.pth','models/one.pth','models/zero.pth'])
     test_eq((files(),files('models')), (['models','zero.pkl'],['zero.pth']))
+
+def over_tcp():
+    "The ranks meet at MASTER_ADDR and MASTER_PORT, where rank 0 serves the store, as a launcher's do"
+    os.environ.pop('FASTDIST_STORE')
+
+def slowest_on_0(rank, f, *args):
+    if rank==0: time.sleep(.2)
+    f(*args)
+
+def written_after(rank, n=2):
+    "The first weights in files that are written and read after a context, `n` times"
+    over_tcp()
+    learn,tab,res = language_model(),tabular(),[]
+    learn.path = tab.path = Path('.')
+    with ctx(learn): learn.fit(1)
+    for i in range(n):
+        with torch.no_grad(): [p.fill_(i+1) for o in (learn,tab) for p in o.model.parameters()]
+        for f,name in ((tab.export,'e.pkl'), (learn.save,'m'), (learn.save_encoder,'enc')): slowest_on_0(rank, f, name)
+        for get in (lambda: load_learner('e.pkl'), lambda: shaken(learn).load_encoder('enc'), lambda: shaken(learn).load('m')):
+            res.append(L(get().model.parameters())[0].unique().tolist())
+    if rank: Path(f'done/{rank}').touch()
+    else: await_that(lambda: len(files('done'))==2, 20) # it serves the store
+    return res
+
+def test_after_a_context_ranks_read_what_rank_0_has_written():
+    learn,tab = language_model(),tabular()
+    learn.path = tab.path = Path('.')
+    Path('done').mkdir()
+    for f,name in ((tab.export,'e.pkl'), (learn.save,'m'), (learn.save_encoder,'enc')): f(name)
+    test_eq(on_ranks(written_after, 3, join=False), [[[1.]]*3+[[2.]]*3]*3)
+
+def read_in_vain(rank, how):
+    "What a rank hears that reads after a context what rank 0 could not write"
+    over_tcp()
+    learn = wide(path='.')
+    with ctx(learn): learn.fit(1)
+    if rank==0 and how=='ended': return
+    if rank==0: small_disk()
+    err = caught(learn.save, 'm')
+    large_disk()
+    if rank:
+        err = caught(learn.load, 'm')
+        Path('done').touch()
+    await_that(Path('done').exists, 20)
+    return err
+
+@pytest.mark.parametrize('how,why', [('ended','ended before it wrote models/m.pth'), ('failed','File too large')])
+def test_what_rank_0_could_not_write_is_read_by_nobody(how, why):
+    digits(path='.').save('m')
+    os.utime('models/m.pth', (0,0))
+    _,(kind,msg) = on_ranks(lambda rank: read_in_vain(rank, how), join=False)
+    test_eq(kind, 'RankError')
+    assert why in msg, msg
 
 @pytest.mark.replicas # one rank alone cannot do it in shards
 def test_rank_0_alone_inside():

@@ -29,6 +29,13 @@ class Sparse(nn.Module):
         self.emb,self.head = nn.EmbeddingBag(50, 16, sparse=True),nn.Sequential(nn.Linear(16,90), nn.Linear(90,5))
     def forward(self, x): return self.head(self.emb((x.abs()*20).long().clamp(max=49)))
 
+class Empties(nn.Module):
+    "Has parameters without elements, one of them used"
+    def __init__(self):
+        super().__init__()
+        self.none,self.body,self.nothing,self.head = nn.BatchNorm1d(0),nn.Linear(64,90),nn.Parameter(torch.zeros(0,5)),nn.Linear(90,5)
+    def forward(self, x): return self.head(self.body(x).relu())+x[:,:0]@self.nothing
+
 def mlp(): return nn.Sequential(nn.Linear(64,100), nn.BatchNorm1d(100), nn.ReLU(), nn.Dropout(.2), nn.Linear(100,5))
 def cnn():
     body = ConvLayer(1, 9, stride=2),nn.Dropout2d(.2),ConvLayer(9, 16),nn.AdaptiveAvgPool2d(1)
@@ -79,7 +86,7 @@ def check(size, *args, **kw):
         test_eq(settled, 0)
         assert fresh
 
-@pytest.mark.parametrize('mk', [mlp,cnn,Rnn,Odd])
+@pytest.mark.parametrize('mk', [mlp,cnn,Rnn,Odd,Empties])
 def test_first_step_is_bit_for_bit(mk): check(3, mk, 4)
 
 def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD)

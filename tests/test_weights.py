@@ -70,6 +70,11 @@ def test_an_attribute_is_not_believed(f, size): compare(lambda bs: learner(bs, l
 @pytest.mark.parametrize('loss', (lambda: Mine(weighed), lambda: Mine(hardest), Worst, lambda: partial(two_ways, reduction='mean')))
 def test_an_attribute_that_is_wrong_is_told(loss): compare(lambda bs: learner(bs, loss), n=0, said='neither a sum nor a mean')
 
+@sizes
+def test_label_smoothing_with_class_weights_is_told_what_is_exact(size):
+    compare(lambda bs: learner(bs, lambda: LabelSmoothingCrossEntropyFlat(weight=weight)), n=0, size=size, said='two means, one over samples')
+    compare(lambda bs: learner(bs, lambda: CrossEntropyLossFlat(weight=weight, label_smoothing=.1)), size=size)
+
 def two_ways(p, y, reduction): return weighed(p, y)
 
 calls = []

@@ -32,14 +32,14 @@ class SteppingConnection(VotingConnection):
         super().__init__(world, tick)
         self.step,self.base = -1,-1 # of the main thread; where its steps began in this fit
         self.round,self.fence,self.verdict = (0,-1),math.inf,None # number and base of the newest round; the next step at which to look; what is decided for it
-        self.fits = 0 # that were begun in this generation
+        self.begun = 0 # fits, in this generation
         self.rounds,self.call,self.asked = 0,None,{} # on rank 0: how many there were; the open one; wish -> base of the steps in which it was asked for
 
     def _forget_round(self): self.fence,self.verdict = math.inf,None
 
     def _next_generation(self):
         super()._next_generation()
-        self.call,self.asked,self.fits = None,{},0
+        self.call,self.asked,self.begun = None,{},0
         self._forget_round()
 
     def _on_bye(self, rank, ranks):
@@ -65,8 +65,8 @@ def begin_steps(self:SteppingConnection,
 @patch
 def begin_fit(self:SteppingConnection):
     "Call `begin_steps` with a number that is larger than all before: of the generation, and of the fit in it"
-    self.fits += 1
-    self.begin_steps((self.generation<<48) + (self.fits<<32))
+    self.begun += 1
+    self.begin_steps((self.generation<<48) + (self.begun<<32))
 
 @patch
 def boundary(self:SteppingConnection)->str: # 'save' or 'stop' at the step that all agreed on; `None` at all others

@@ -71,10 +71,15 @@ def ask(self:Reduction,
 def _settle(self:Reduction, o, kind):
     o.told,o.kind,self._last = True,kind,(None,)
     if self.world.rank: return
-    if kind=='other': warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
-        'them differ from one process. HINT: use a loss of fastai or torch, which say by what they divide')
+    if kind=='other': warn('Your loss is {}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: {}'.format(*_why_other(o.f)))
     if kind=='untold' and not stated(o.f): warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
         "HINT: set its attribute reduction to 'mean' or 'sum'")
+
+def _why_other(f):
+    "Return what the loss `f` is, which is not one mean nor a sum, and a hint"
+    if not has_two_means(f): return 'neither a sum nor a mean over samples','use a loss of fastai or torch, which say by what they divide'
+    return ("the sum of two means, one over samples and one over their class weights, which no single weight of a rank's gradients makes those of one process",
+        f'CrossEntropyLossFlat(weight=..., label_smoothing={loss_module(f).eps}), which is one mean over class weights, and exact')
 
 # %% ../../nbs/306_evaluate.reduction.ipynb #78083b6c
 @patch

@@ -104,7 +104,7 @@ def prepare(self:ProcessAccelerator,
     "Return the module for the forward pass of training; `model` itself is not changed"
     shared = carrier(model) if carrier and self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
     self.carry = shared.carry if shared is not model and self._carries() else None
-    if shared is not model: shared.carry.requires_grad_(self._carries()) # DDP waits for all that have a gradient
+    if shared is not model: self._fit_for_ddp(shared)
     self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=self._buffers_each_step(model, own))
     with told(self.world), catch_warnings():
         filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
@@ -113,6 +113,12 @@ def prepare(self:ProcessAccelerator,
     return _ignoring(res, own)
 
 # %% ../../nbs/007_job.accelerate.ipynb #85a0f5cc
+@patch
+def _fit_for_ddp(self:ProcessAccelerator, shared):
+    "Let DDP wait for the gradients that a backward pass gives: not for those of a carrier that carries nothing, and of parameters without elements"
+    shared.carry.requires_grad_(self._carries())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(shared, [n for n,p in shared.named_parameters() if not p.numel()])
+
 @patch
 def _buffers_each_step(self:ProcessAccelerator, model, own):
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]

@@ -30,7 +30,7 @@ class Buckets:
         ddp = getattr(wrapper, '_orig_mod', wrapper)
         lays = isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters and not ddp.static_graph
         self.ddp = ddp if lays else None
-        self.params = {n:p for n,p in ddp.module.named_parameters() if p.requires_grad} if lays else {}
+        self.params = {n:p for n,p in ddp.module.named_parameters() if p.requires_grad and n not in ddp.parameters_to_ignore} if lays else {}
         sparse = [m.weight for m in ddp.modules() if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.sparse]
         self.sparse = {n for n,p in self.params.items() if any(p is o for o in sparse)}
 

@@ -159,7 +159,7 @@ def reduce(self:Replicated, numbers, tell=True):
 def _check_reduced(self:Replicated):
     "Raise `RuntimeError` if DDP still waits for gradients"
     try: return self.through._check_reducer_finalized()
-    except RuntimeError: names = [n for n,p in self.trained.model.named_parameters() if p.requires_grad and p.grad is None]
+    except RuntimeError: names = [n for n,p in self.trained.model.named_parameters() if p.requires_grad and p.grad is None and p.numel()]
     raise RuntimeError(f'The loss does not depend on all parameters{": not on " if names else ""}{", ".join(names[:3])}, so DDP did not average the gradients. HINT: '
         'distrib_ctx(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze them')
 

@@ -35,6 +35,7 @@ def plain_loss(
 def _flat_loss(f, func, x, *ys):
     y = ys[0] if len(ys)==1 else None
     if type(x) is not Tensor or type(y) is not Tensor or f.func is not func: return f(x, *ys)
+    if torch.float64 in (x.dtype,y.dtype): return f(x, *ys) # its tensors have single precision
     flat = f.axis==-1 and x.ndim==2 and y.ndim==1 and f.is_2d and x.is_contiguous() and y.is_contiguous() # what follows would give the same views
     if not flat: x,y = x.transpose(f.axis, -1).contiguous(),y.transpose(f.axis, -1).contiguous()
     if f.floatify and y.dtype!=torch.float16: y = y.float()

@@ -36,9 +36,9 @@ def unsharded_params(
     model:nn.Module, # Not sharded yet
     plan # `ignored` are modules, or a regular expression for their names
 )->list: # In the order of `model.parameters()`
-    "Return the parameters of `model` that each rank holds whole: those without dimensions, and those that `plan` excludes"
+    "Return the parameters of `model` that each rank holds whole: those without dimensions or elements, and those that `plan` excludes"
     ignored = {id(p) for m in _ignored(model, plan) for p in m.parameters()}
-    return [p for p in model.parameters() if id(p) in ignored or not p.ndim]
+    return [p for p in model.parameters() if id(p) in ignored or not p.ndim or not p.numel()]
 
 # %% ../../nbs/516_train.units.ipynb #5b2465a7
 _closed_classes = nn.MultiheadAttention,nn.RNNBase,nn.TransformerEncoderLayer
