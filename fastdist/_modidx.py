@@ -1500,6 +1500,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastdist.job.world.expand_hosts': ('job.world.html#expand_hosts', 'fastdist/job/world.py'),
                                     'fastdist.job.world.from_ranks': ('job.world.html#from_ranks', 'fastdist/job/world.py'),
                                     'fastdist.job.world.from_slurm': ('job.world.html#from_slurm', 'fastdist/job/world.py'),
+                                    'fastdist.job.world.own_version': ('job.world.html#own_version', 'fastdist/job/world.py'),
                                     'fastdist.job.world.set_env': ('job.world.html#set_env', 'fastdist/job/world.py'),
                                     'fastdist.job.world.world_vars': ('job.world.html#world_vars', 'fastdist/job/world.py')},
             'fastdist.learner': { 'fastdist.learner.DataParallel.reset': ('learner.html#dataparallel.reset', 'fastdist/learner.py'),
