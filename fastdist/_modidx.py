@@ -79,6 +79,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/comm/collectives.py'),
                                            'fastdist.comm.collectives.all_reduce': ( 'comm.collectives.html#all_reduce',
                                                                                      'fastdist/comm/collectives.py'),
+                                           'fastdist.comm.collectives.backend_of': ( 'comm.collectives.html#backend_of',
+                                                                                     'fastdist/comm/collectives.py'),
                                            'fastdist.comm.collectives.broadcast_obj': ( 'comm.collectives.html#broadcast_obj',
                                                                                         'fastdist/comm/collectives.py'),
                                            'fastdist.comm.collectives.comm_device': ( 'comm.collectives.html#comm_device',
