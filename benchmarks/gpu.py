@@ -68,6 +68,7 @@ def machine(count):
     versions = {o.__name__:o.__version__ for o in (torch,fastai,accelerate,fastdist)} | dict(python=sys.version.split()[0])
     return dict(gpus=gpus, cores=len(os.sched_getaffinity(0)), versions=versions)
 
+def counts(rows): return {k:sum(o['result']==k for o in rows) for k in ('held','did not hold','not here','not run')}
 def show(o): print(f'{o["check"]} ({o["where"]}): {o["result"]}, {o.get("seconds", 0):.0f} s; {o["figure"][:limit]}', flush=True)
 
 @call_parse
@@ -83,15 +84,18 @@ def main(
     import torch
     checks = import_module(module).checks
     count,end,rows = torch.cuda.device_count(),time.monotonic()+60*minutes,[]
+    about = machine(count)
     todo = [(k,c,where,how) for k,c in checks.items() if re.search(only, k) for where,how in places(c, count).items()]
+    def keep(): save(dict(machine=about, counts=counts(rows), rows=rows), out)
     def run(name, check, where, how):
         late = time.monotonic()>end
         rows.append(o := dict(check=name, says=check.f.__doc__, where=where)|(dict(result='not run', figure='no time was left') if late else row(module, name, check, *how)))
         show(o)
+        keep() # whoever ends this has what was found
     with ThreadPoolExecutor(at_once) as pool: list(pool.map(lambda o: run(*o), [o for o in todo if not o[1].alone]))
     for o in todo:
         if o[1].alone: run(*o)
-    counts = {k:sum(o['result']==k for o in rows) for k in ('held','did not hold','not here','not run')}
-    print(', '.join(f'{n} {k}' for k,n in counts.items()))
-    save(dict(machine=machine(count), counts=counts, rows=rows), out)
-    sys.exit(counts['did not hold']>0)
+    keep() # checks beside each other may have written at once
+    n = counts(rows)
+    print(', '.join(f'{n[k]} {k}' for k in n))
+    sys.exit(n['did not hold']>0)
