@@ -126,10 +126,9 @@
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
 - `fastdist.train.weights`: Weight of this rank's batch in the global batch"""
 
-from importlib.metadata import version
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .job.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, WorldError
-from .job.world import World
+from .job.world import World, own_version
 from .job.group import this_world, setup_distrib, teardown_distrib
 from .job.fork import on_ranks
 from .comm.rank0 import rank0_first
@@ -142,7 +141,7 @@ from . import saving
 from .observe.desync import DesyncCheck
 from .observe.timeline import Timeline
 
-__version__ = version('fastdist')
+__version__ = own_version()
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
     'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted', 'Timeline']

@@ -28,7 +28,6 @@ from contextlib import contextmanager,nullcontext,suppress
 
 from datetime import timedelta
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from runpy import run_path
 from typing import Annotated
@@ -176,7 +175,7 @@ def check_job(
     "Return whether all is well with the job of this process, while rank 0 prints what is found"
     w = this_world()
     rep = Report(w)
-    rep.say(f'fastdist {version("fastdist")}, torch {torch.__version__}, Python {sys.version.split()[0]}', '')
+    rep.say(f'fastdist {own_version()}, torch {torch.__version__}, Python {sys.version.split()[0]}', '')
     with rep.explained(), _in_full():
         learn = make(8, 24*w.size+5)
         with _in_job(rep, learn, timeout, shard): return _all_checks(rep, learn, nprocs, make, shard)

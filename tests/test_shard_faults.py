@@ -2,6 +2,7 @@
 import os,signal,time,warnings,pytest
 from copy import deepcopy
 from unittest import mock
+from torch.distributed.fsdp import FSDPModule
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
@@ -116,6 +117,11 @@ def test_a_rank_fails(size, culprit, some):
             test_eq([a,b], list(ranks[0][3:5]))
             assert torch.tensor(sum([np.ravel(o).tolist() for o in b], [])).isfinite().all(), where
             test_eq(bool(said), r==0 and f in (in_step,after_backward))
+
+def test_a_torch_that_cannot_reset(monkeypatch):
+    "Before 2.13 torch has no `reset_iter_state`"
+    monkeypatch.delattr(FSDPModule, 'reset_iter_state')
+    test_a_rank_fails(2, 1, [in_forward,in_backward,in_validation])
 
 # One rank alone in a forward pass
 

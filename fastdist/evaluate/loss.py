@@ -79,7 +79,7 @@ def normaliser(
     if weight is None and y.is_cpu: return y.numel()-_count(y, ignored)
     real = y!=ignored
     res = real.sum() if weight is None else (weight.to(y.device)[torch.where(real, y, 0).long()]*real).sum()
-    return res.item() if y.device.type=='cpu' else res
+    return res.item() if y.is_cpu else res
 
 # %% ../../nbs/302_evaluate.loss.ipynb #71e25a01
 def often_ignores(

@@ -23,7 +23,6 @@ import errno,json,os,re,shutil,socket,time,torch,zlib
 from contextlib import contextmanager,suppress
 from datetime import datetime
 from fcntl import flock,LOCK_EX,LOCK_NB
-from importlib.metadata import version
 from io import BytesIO
 from itertools import islice
 from pickle import UnpicklingError
@@ -32,6 +31,7 @@ from warnings import warn
 from weakref import WeakSet
 from fastcore.all import *
 from fastai.basics import *
+from ..job.world import own_version
 from .files import _fill,checksum
 from .packing import *
 
@@ -170,7 +170,7 @@ def _skip(self:States, path, why, record=None):
     self.torn[path] = bool(why)
     if why: return warn(f'The state in {path} is not complete and is not read: {why}. HINT: nothing is to be done, the newest complete state is used')
     form,by = (record.get(o) for o in ('format','fastdist')) if isinstance(record, dict) else (None,None)
-    warn(f'The state in {path} is not read: its state.json has format {form!r}, written by fastdist {by}, and fastdist {version("fastdist")} reads format {_format}. '
+    warn(f'The state in {path} is not read: its state.json has format {form!r}, written by fastdist {by}, and fastdist {own_version()} reads format {_format}. '
         'HINT: go on with the fastdist that wrote it, or use another path')
 
 # %% ../../nbs/409_state.folder.ipynb #d562dfad
@@ -209,7 +209,7 @@ def _fill_state(tmp, about, parts, pinned, more):
         added,others = more(tmp)
         files |= {f'{k}.pt':_put(tmp/f'{k}.pt', pack(v)) for k,v in added.items()} | others
     now = datetime.now().astimezone().isoformat(timespec='seconds')
-    text = _json(dict(format=_format, fastdist=version('fastdist'), torch=torch.__version__, time=now, pinned=pinned, about=about, files=files))
+    text = _json(dict(format=_format, fastdist=own_version(), torch=torch.__version__, time=now, pinned=pinned, about=about, files=files))
     _fill(tmp/'state.json', lambda f: f.write(text.encode()))
     _sync(tmp)
     return json.loads(text)

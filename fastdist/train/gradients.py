@@ -142,7 +142,7 @@ def divide_grads(
     d # Mean of the weights over ranks, a number or a tensor
 ):
     "Divide the gradients of `params` by `d`; where `d` is 0 they are zero, and stay so"
-    if isinstance(d, Tensor) and d.device.type=='cpu': d = d.item()
+    if isinstance(d, Tensor) and d.is_cpu: d = d.item()
     if isinstance(d, float) and (abs(d-1)<1e-6 or d==0): return
     if isinstance(d, Tensor): d = torch.where((d==0)|((d-1).abs()<1e-6), 1., d).float()
     torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], d)

@@ -23,6 +23,7 @@ from torch.distributed import _composable_state
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule,fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from torch.distributed.tensor import DTensor
 from fastcore.all import *
@@ -74,11 +75,17 @@ class Shards:
         "Return FSDP's record of the parameter `name` of the carrier"
         return first(o for o in _records(self.model) if o._module_info.module is self.carrier and o._module_info.param_name==name)
 
-def _groups(state): return [g for s in state._state_ctx.all_states for g in s._fsdp_param_groups]
+# %% ../../nbs/523_train.shards.ipynb #04c41342
+def _own_groups(state):
+    "Return the groups of parameters of one unit; torch 2.12 and older has one or none"
+    if hasattr(state, '_fsdp_param_groups'): return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+def _groups(state): return [g for s in state._state_ctx.all_states for g in _own_groups(s)]
 
 def _records(m):
     "Return FSDP's records of the parameters of unit `m`"
-    return [o for g in fully_shard.state(m)._fsdp_param_groups for o in g.fsdp_params]
+    return [o for g in _own_groups(fully_shard.state(m)) for o in g.fsdp_params]
 
 # %% ../../nbs/523_train.shards.ipynb #7015a1df
 @patch
@@ -172,13 +179,31 @@ def _forget_order(m):
     state._comm_ctx.post_forward_order.clear()
     for g in _groups(state): g._post_forward_indices.clear()
 
+# %% ../../nbs/523_train.shards.ipynb #126875d7
+_of_pass = '_all_gather_result','_post_reduce_event','_all_reduce_state','_reshard_after_forward_event','_partial_reduce_output'
+
+def _forget_pass(m):
+    "Let the next pass begin as if the last had not, without its gradients"
+    if hasattr(m, 'reset_iter_state'): return m.reset_iter_state()
+    state = fully_shard.state(m) # torch 2.12 and older
+    vars(state._state_ctx).update(iter_forward_root=None, post_backward_final_callback_queued=False)
+    vars(state._comm_ctx).update(all_gather_state=None, reduce_scatter_state=None)
+    for s in state._state_ctx.all_states:
+        s._modules_to_run_forward.clear()
+        s._training_state = TrainingState.IDLE
+    for g in _groups(state):
+        vars(g).update(dict.fromkeys(_of_pass), _training_state=TrainingState.IDLE)
+        for o in g.fsdp_params: o.sharded_param.grad = getattr(o, '_unsharded_param', o.sharded_param).grad = None
+        g._to_sharded()
+    _forget_order(m)
+
 @patch
 def give_up(self:Shards):
     "Forget a pass that an error has ended, with all gradients"
     if not self.is_on: return self.rest()
     for again in (True,False):
         for g in _groups(fully_shard.state(self.model)) if not again else (): g._all_gather_result = None
-        with suppress(RuntimeError): return self.model.reset_iter_state() # it may wait for collectives, which have failed
+        with suppress(RuntimeError): return _forget_pass(self.model) # it may wait for collectives, which have failed
 
 # %% ../../nbs/523_train.shards.ipynb #19c397b8
 @patch(as_prop=True)
@@ -201,7 +226,7 @@ def set_unsynced(self:Shards,
 @patch
 def gather_again(self:Shards):
     "Gather all units if a gradient of a gradient needs them: a pass over the outputs of the forward pass was made, and has freed what it gathered"
-    if all(g.is_unsharded for g in fully_shard.state(self.model)._fsdp_param_groups): return
+    if all(g.is_unsharded for g in _own_groups(fully_shard.state(self.model))): return
     for m in self.parts: m.unshard()
 
 # %% ../../nbs/523_train.shards.ipynb #0e6fd467

@@ -33,6 +33,7 @@ from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..job.options import *
 from ..job.shard_plan import *
+from ..comm.collectives import *
 from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.reduction import *
@@ -203,7 +204,7 @@ def _set_precision(self:DistributedTrainer, mp):
 def _startup(self:DistributedTrainer):
     w,share = self.job.world,self.phases.share(self.learn.dls.train, StepDL)
     nodes = f'{w.num_nodes} node{"s" if w.num_nodes>1 else ""}'
-    where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {w.backend.split(":")[-1]}, from {w.source}'
+    where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {backend_of(w.device)}, from {w.source}'
     batches = f'batches of {share.bs} a rank, {share.bs*w.size} in all' if share.bs else f'{w.size} batches a step'
     steps = f', {len(share)} steps an epoch' if share.n is not None else ''
     return f'{where}; {batches}{steps}'

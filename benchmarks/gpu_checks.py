@@ -1,0 +1,724 @@
+"What `gpu.py` checks: each a function of its `Place`, that returns a figure, or raises `AssertionError`, or `NotHere`"
+import gc,io,os,signal,subprocess,sys,time,warnings,torch
+from contextlib import contextmanager,nullcontext,redirect_stdout,suppress
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity,profile
+from accelerate.utils import FullyShardedDataParallelPlugin,InitProcessGroupKwargs
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai.optimizer import RAdam,QHAdam,Larc,Lamb,ranger
+from fastdist import *
+from fastdist.comm.collectives import gather_objs
+from fastdist.comm.rng import kept_random
+from fastdist.job.group import Membership
+from fastdist.job.world import changed_env
+from fastdist.observe.findings import _off as off
+from fastdist.observe.straggler import shown_parts
+from fastdist.train.cut import RowCarrier
+from fastdist.train.ddp import Carrier,is_direct
+from fastdist.train.gradients import each_backward
+from fastdist.train.lists import lists_ctx
+from fastdist.train.shards import Shards
+from work import cnn,mlp,resnet18
+
+class NotHere(Exception): "Says why a check cannot tell anything on this machine"
+
+Check = namedtuple('Check', 'f kind cuda stages secs alone')
+checks = {}
+
+def check(
+    kind, # 'one' process, 'group' for one rank with a process group of its own, or 'ranks'
+    cuda=False, # Whether it says nothing without a GPU
+    stages=1, # Times that its processes are started, one after the other, in the same folder
+    secs=90, # After which they are ended
+    alone=False # Whether it takes times, so that nothing else may run
+):
+    "Register a function as a check"
+    def _inner(f):
+        checks[f.__name__] = Check(f, kind, cuda, stages, secs, alone)
+        return f
+    return _inner
+
+class Place:
+    "Where one process of a check runs; it is told of its job by `job`, so that what comes before runs as one process would"
+    def __init__(self, rank=0, size=1, device='cpu', backend='gloo', folder='.', port=0, stage=0):
+        store_attr()
+        self.folder,index = Path(folder),rank if backend=='nccl' else 0
+        self.device = torch.device(device, index) if device=='cuda' else torch.device(device)
+        if device=='cuda': self._be_exact()
+        self.options = dict(kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=60))]) if size>1 else {}
+
+    def _be_exact(self):
+        torch.cuda.set_device(self.device)
+        torch.backends.cudnn.deterministic,torch.backends.cudnn.allow_tf32 = True,False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    @property
+    def vars(self):
+        "What a launcher would tell this rank"
+        env = dict(RANK=self.rank, WORLD_SIZE=self.size, LOCAL_RANK=self.rank, LOCAL_WORLD_SIZE=self.size, MASTER_ADDR='127.0.0.1', MASTER_PORT=self.port,
+            FASTDIST_STORE=self.folder/f'store{self.stage}', DEFAULT_GPU=self.device.index)
+        return {k:v for k,v in env.items() if v is not None} | ({} if self.device.type=='cuda' else dict(ACCELERATE_USE_CPU='true'))
+
+    @contextmanager
+    def job(self, learn, **kwargs):
+        "Train `learn` on all ranks inside the context; in one process, as it is"
+        if self.size==1: yield learn
+        else:
+            with changed_env(**self.vars), learn.distrib_ctx(**self.options, **kwargs): yield learn
+
+    @contextmanager
+    def group(self):
+        "A process group of this rank alone, over NCCL on a GPU"
+        member = Membership(World(source='gpu.py'))
+        with changed_env(MASTER_ADDR='127.0.0.1', MASTER_PORT=self.port, FASTDIST_STORE=self.folder/'store'):
+            member._make_group(timedelta(seconds=60), self.backend)
+            try: yield member
+            finally: member._leave_group()
+
+    def wait(self):
+        if self.device.type=='cuda': torch.cuda.synchronize(self.device)
+
+    def memory(self):
+        "Bytes that tensors take on the device"
+        gc.collect()
+        return torch.cuda.memory_allocated(self.device) if self.device.type=='cuda' else 0
+
+# Learners
+
+class Net(nn.Module):
+    "A convolution, batch norm, and two layers"
+    def __init__(self, bn=True, drop=0.):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8) if bn else nn.Identity(), nn.ReLU(), nn.Flatten())
+        self.body,self.head = nn.Sequential(nn.Linear(512,67), nn.GELU(), nn.Dropout(drop)),nn.Linear(67,10)
+    def forward(self, x): return self.head(self.body(self.first(x)))
+
+def samples(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return list(zip(torch.randn(n,1,8,8, generator=g), torch.randint(0, 10, (n,), generator=g)))
+
+def learner(at, parts, bn=True, drop=0., bs=24, n=101, opt=SGD, loss=None, **kw):
+    "A Learner with batches of `bs` in `parts` ranks, the same in each process"
+    set_seed(1)
+    dls = DataLoaders.from_dsets(samples(n), samples(37, 1), bs=bs//parts, shuffle=True, drop_last=False, num_workers=0, device=at.device, **kw)
+    return Learner(dls, Net(bn, drop), loss_func=loss or CrossEntropyLossFlat(), opt_func=opt, metrics=accuracy)
+
+@contextmanager
+def quiet(learn):
+    with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()): yield learn
+
+def whole(t): return t.full_tensor() if hasattr(t, 'full_tensor') else t
+
+def outcome(learn):
+    "Weights and buffers, losses and metrics, and predictions"
+    weights = torch.cat([whole(o).detach().cpu().double().flatten() for o in learn.model.state_dict().values()])
+    return weights,torch.tensor([*L(learn.recorder.values).concat(), *learn.recorder.losses]).double(),learn.get_preds()[0].double()
+
+def fit(learn): learn.fit(2, .02)
+
+def fitted(at, ranks, f=fit, cbs=noop, ctx=None, **kw):
+    "The outcome of `f`, on all ranks or in one process with as large a batch"
+    learn = learner(at, at.size if ranks else 1, **kw)
+    learn.add_cbs(L(cbs()))
+    with at.job(learn, **(ctx or {})) if ranks else nullcontext(), quiet(learn):
+        f(learn)
+        return outcome(learn)
+
+def largest(a, b): return max(off(x, y) for x,y in zip(a, b))
+
+def law(at, tol=1e-5, **kw):
+    "Check that N ranks compute what one process computes"
+    one,many = fitted(at, False, **{k:v for k,v in kw.items() if k!='ctx'}),fitted(at, True, **kw)
+    d = [off(a, b) for a,b in zip(many, one)]
+    assert max(d)<=tol, 'weights, reports and predictions differ by '+', '.join(f'{o:.2g}' for o in d)+f'; {tol:g} allowed'
+    return f'{max(d):.1g} from one process, {tol:g} allowed'
+
+# Replicas
+
+class IsDirect(Callback):
+    "Checks that DDP's forward pass is called without its detours"
+    def after_pred(self):
+        if self.training: assert self.learn.distributed.layout.direct
+
+@check('ranks')
+def weights_losses_metrics(at):
+    "Batch norm, momentum, a ragged end, predictions in order"
+    return law(at, opt=partial(SGD, mom=.9))
+
+@check('ranks')
+def each_optimizer(at):
+    "fastai's optimizers over lists, on ranks"
+    fs = dict(Adam=Adam, RAdam=RAdam, QHAdam=QHAdam, RMSProp=RMSProp, Larc=Larc, Lamb=Lamb, ranger=partial(ranger, k=2))
+    return '; '.join(f'{k} {law(at, 1e-3, opt=f, bn=False).split(" ")[0]}' for k,f in fs.items())
+
+@check('ranks', cuda=True)
+def half_precision(at):
+    "`to_fp16` with its scaler, and `to_bf16`: as near as half precision is"
+    scales = []
+    class Scale(Callback):
+        def after_batch(self):
+            if self.training: scales.append(self.learn.scaler.get_scale())
+    res = law(at, 2e-2, cbs=lambda: [MixedPrecision(), Scale()], bn=False)
+    n = len(scales)//2
+    assert scales[:n]==scales[n:], f'scales {scales[:n]} in one process, {scales[n:]} on ranks'
+    return f'fp16 {res}, scales are the same; bf16 '+law(at, 5e-2, cbs=lambda: MixedPrecision('bf16'), bn=False)
+
+@check('ranks')
+def accumulation(at):
+    "`GradientAccumulation` and clipping"
+    return law(at, cbs=lambda: [GradientAccumulation(48), GradientClip(.5)], bn=False)
+
+class Centres(nn.Module):
+    "A loss with parameters of its own"
+    def __init__(self):
+        super().__init__()
+        self.at = nn.Parameter(torch.ones(10))
+    def forward(self, out, y): return F.cross_entropy(out*self.at, y)
+
+@check('ranks')
+def parameters_of_the_loss(at):
+    "Gradients that DDP does not see, in one flat exchange"
+    def both(m): return [params(m),[*losses[-1].parameters()]]
+    losses,runs = [],[]
+    for ranks in (False,True):
+        losses.append(Centres().to(at.device))
+        def f(learn):
+            learn.splitter = both
+            fit(learn)
+        runs.append((*fitted(at, ranks, f, loss=losses[-1], bn=False), losses[-1].at.detach().cpu().double()))
+    assert (d := largest(*runs))<1e-5 and (runs[0][-1]!=1).all(), d
+    return f'{d:.1g} from one process'
+
+@check('ranks')
+def learning_rate_search(at):
+    "`lr_find`: the same curve, and everything put back"
+    def search(learn):
+        before = [p.detach().clone() for p in learn.model.parameters()]
+        learn.lr_find(num_it=12, show_plot=False)
+        assert all(map(torch.equal, before, learn.model.parameters()))
+        curves.append(torch.tensor([float(o) for o in learn.recorder.losses]).double())
+        fit(learn)
+    curves = []
+    res = law(at, f=search, bn=False)
+    assert (d := off(*curves))<1e-5, d
+    return f'curves differ by {d:.1g}; then {res}'
+
+@check('ranks')
+def random_streams(at):
+    "Each rank draws its own on the device; rank 0 as one process, and all go on from its state"
+    def drawn(ranks):
+        learn,draws = learner(at, at.size if ranks else 1),[]
+        class Draw(Callback):
+            def after_batch(self): draws.append(torch.rand((), device=at.device).item())
+        with at.job(learn) if ranks else nullcontext(), quiet(learn):
+            learn.fit(1, cbs=Draw())
+            return gather_objs((draws,torch.rand(3, device=at.device).tolist())) if ranks else draws
+    one,many = drawn(False),drawn(True)
+    assert len({o[0][0] for o in many})==at.size, 'ranks draw alike'
+    assert len({tuple(o[1]) for o in many})==1, 'ranks go on from other states'
+    assert many[0][0][:2]==one[:2], 'rank 0 draws other numbers than one process'
+    return f'{at.size} streams'
+
+@check('ranks')
+def ranks_that_differ(at):
+    "A weight that one rank changes is told of"
+    learn = learner(at, at.size)
+    class Change(Callback):
+        def after_step(self):
+            if at.rank: self.learn.model.head.bias.data += 1e-3
+    with at.job(learn), quiet(learn):
+        try: learn.fit(1, cbs=Change())
+        except DesyncError as e: assert 'head.bias' in str(e), e
+        else: raise AssertionError('no DesyncError')
+    return 'DesyncError names it'
+
+# Errors
+
+class Oops(Callback):
+    "Does something in a step, on the last rank or on each"
+    run_valid = False
+    def __init__(self, do, here=True, step=2): store_attr()
+    def after_backward(self):
+        if self.here and self.iter==self.step: self.do()
+
+def oops(): raise ValueError('oops')
+def interrupt(): signal.raise_signal(signal.SIGINT)
+
+def after_error(at, do, here, expected, **ctx):
+    "Let a fit end with an error; the Learner, its memory and the job are then as before, and train on"
+    learn = learner(at, at.size)
+    with at.job(learn, **ctx), quiet(learn):
+        learn.fit(1)
+        before,start = at.memory(),time.monotonic()
+        try: learn.fit(1, cbs=Oops(do, here))
+        except expected as e: text = f'{type(e).__name__}: {e}'
+        else: raise AssertionError('the fit went on')
+        secs,left = time.monotonic()-start,at.memory()-before
+        learn.fit(1)
+        weights = outcome(learn)[0]
+        if at.size>1: assert len({tuple(o.tolist()) for o in gather_objs(weights)})==1, 'ranks have other weights'
+    assert weights.isfinite().all() and left<=2**16, f'{left/2**20:.1f} MiB more than before'
+    return f'after {secs:.1f} s, {left/2**20:.2f} MiB more than before',text
+
+@check('ranks', secs=150)
+def error_of_one_rank(at):
+    "All ranks hear of it, its memory is freed, and the next fit trains"
+    res,text = after_error(at, oops, at.rank==at.size-1, Exception)
+    assert 'oops' in text, text
+    return res
+
+@check('ranks', secs=150)
+def error_in_shards(at):
+    "The same in shards, whose process groups are aborted"
+    res,text = after_error(at, oops, at.rank==at.size-1, Exception, shard=True)
+    assert 'oops' in text, text
+    return res
+
+@check('one')
+def interrupted(at):
+    "Ctrl-C in a fit: plain, lean and with a `Timeline`"
+    for f in (nullcontext, Learner.lean_ctx):
+        learn = learner(at, 1)
+        with f(learn), quiet(learn):
+            learn.fit(1, cbs=Timeline())
+            before = at.memory()
+            with suppress(KeyboardInterrupt): learn.fit(1, cbs=[Timeline(), Oops(interrupt)])
+            learn.remove_cbs(L(learn.cbs).filter(lambda o: isinstance(o, (Oops,Timeline))))
+            assert (left := at.memory()-before)<=2**16, f'{left/2**20:.1f} MiB more than before'
+            learn.fit(1)
+    return f'{left/2**20:.2f} MiB more than before'
+
+@check('ranks', secs=150, alone=True)
+def watchdog_in_a_wait_for_the_device(at):
+    "A rank that stands in a synchronisation longer than `patience` is named, by its callback"
+    def stand():
+        if at.device.type!='cuda': return time.sleep(7) # in the place of the device
+        torch.cuda._sleep(int(1.4e10)) # about seven seconds
+        torch.cuda.synchronize()
+    learn,start = learner(at, at.size),time.monotonic()
+    with suppress(RankError), at.job(learn, patience=4), quiet(learn):
+        try: learn.fit(1, cbs=Oops(stand, at.rank==at.size-1))
+        except Exception as e: text = str(e)
+        else: raise AssertionError('the fit went on')
+        raise RankError(0, text)
+    assert 'Oops.after_backward' in text and 'did not move' in text, text
+    return f'named after {time.monotonic()-start:.0f} s'
+
+# Shards
+
+def in_shards(at, tol=1e-3, opt=Adam, **kw):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **kw)
+    return law(at, tol, ctx=dict(fsdp_plugin=plugin), opt=opt, bn=False)
+
+@check('ranks', secs=150)
+def shards(at):
+    "FSDP2: weights, losses, metrics and predictions"
+    return in_shards(at)
+
+@check('ranks', secs=150)
+def shards_kept_whole(at):
+    "`reshard_after_forward=False`"
+    return in_shards(at, reshard_after_forward=False)
+
+@check('ranks', cuda=True, secs=150)
+def shards_offloaded(at):
+    "`cpu_offload`"
+    return in_shards(at, cpu_offload=True)
+
+@check('ranks', secs=150)
+def shards_in_bf16(at):
+    "A policy of bf16"
+    return in_shards(at, 5e-2, SGD, mixed_precision_policy='bf16')
+
+@check('ranks', cuda=True, secs=150)
+def shards_with_a_scaler(at):
+    "`to_fp16` in shards: an overflow on one rank is one on all"
+    return law(at, 2e-2, cbs=MixedPrecision, bn=False, ctx=dict(shard=True))
+
+@check('ranks', cuda=True, secs=150)
+def memory_in_shards(at):
+    "Parameters, gradients and optimizer state of a rank"
+    big = nn.Sequential(*[nn.Linear(1024,1024) for _ in range(16)])
+    learn = learner(at, at.size, opt=Adam)
+    learn.model = nn.Sequential(nn.Flatten(), nn.Linear(64,1024), *[nn.Sequential(o, nn.ReLU()) for o in big], nn.Linear(1024,10))
+    nn.Linear(8,8).to(at.device)(torch.ones(8,8, device=at.device)).sum().backward() # now libraries have their workspaces
+    before,size = at.memory(),sum(p.nbytes for p in learn.model.parameters())
+    with at.job(learn, shard=True), quiet(learn):
+        learn.fit(1)
+        mine = at.memory()-before
+    assert mine<=4*size/at.size+24*2**20, f'{mine/size:.2f} times the parameters of one process'
+    return f'{mine/size:.2f} times the parameters of one process, which takes 4'
+
+# One rank over NCCL
+
+def _batch(at, n=16):
+    x,y = zip(*samples(n))
+    return torch.stack(x).to(at.device),torch.stack(y).to(at.device)
+
+def _grads(at, run):
+    "Loss and gradients of a model without batch norm, which `run` is asked for"
+    set_seed(1)
+    model,(x,y) = Net(bn=False).to(at.device),_batch(at)
+    run(model, x, y)
+    return [p.grad.detach().clone() for p in model.parameters()]
+
+def _plain(model, x, y): F.cross_entropy(model(x), y).backward()
+
+@check('group')
+def carried_numbers(at):
+    "DDP's direct forward pass, a backward pass over loss and numbers, with and without `device_ids`"
+    one,numbers = _grads(at, _plain),torch.tensor([3.,.5], device=at.device)
+    def run(ids, model, x, y):
+        ddp = DistributedDataParallel(Carrier(model), device_ids=ids)
+        assert is_direct(ddp)
+        args,kwargs = ddp._pre_forward(x)
+        loss = F.cross_entropy(ddp._post_forward(model(*args, **kwargs)), y)
+        with each_backward(lambda run, t, g, kw: run((t,ddp.module.carry), (torch.ones_like(t),numbers))): loss.backward()
+        ddp._check_reducer_finalized()
+        assert torch.equal(ddp.module.carry.grad, numbers)
+    with at.group():
+        for ids in [None]+[[at.device.index]]*(at.device.type=='cuda'):
+            assert all(map(torch.equal, one, _grads(at, partial(run, ids)))), ids
+    return 'gradients and numbers, to the bit'
+
+def sharded_step(at, carried=False, **how):
+    "Gradients of a step of FSDP2 with our record of it, taken off again"
+    from torch.distributed.device_mesh import init_device_mesh
+    def run(model, x, y):
+        def fill(ts):
+            for t in ts: t.data = t.data.to(at.device)
+        s = Shards(model, [model.first,model.body], carrier=RowCarrier(1, 1, model.head.weight) if carried else None, **how)
+        s.put_on(init_device_mesh(at.device.type, (1,), mesh_dim_names=('shard',)), fill)
+        first,body,_ = s.parts
+        first.set_modules_to_forward_prefetch([body])
+        body.set_modules_to_backward_prefetch([first])
+        with each_backward(lambda run, t, g, kw: run(t, g)): F.cross_entropy(model(x).float(), y).backward()
+        grads = {p:q.grad.to_local().to(at.device) for p,q in s.params.items()}
+        s.take_off(lambda q: q.detach().to_local().to(at.device))
+        for p,g in grads.items(): p.grad = g
+    return _grads(at, run)
+
+@check('group')
+def fsdp2_on_and_off(at):
+    "Prefetch, the carrier, offload and bf16; nothing is left on the model"
+    from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecisionPolicy
+    one,bf16 = _grads(at, _plain),MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ways = dict(plain={}, kept=dict(reshard_after_forward=False), carrier=dict(carried=True), bf16=dict(mp_policy=bf16))
+    if at.device.type=='cuda': ways['offload'] = dict(offload_policy=CPUOffloadPolicy())
+    with at.group(): far = {k:largest(sharded_step(at, **kw), one) for k,kw in ways.items()}
+    assert all(v<=(2e-2 if k=='bf16' else 1e-6) for k,v in far.items()), far
+    return ', '.join(f'{k} {v:.1g}' for k,v in far.items())
+
+@check('group')
+def abort_and_renew(at):
+    "`cut` ends a process group, and `renew` makes another"
+    with at.group() as member:
+        t = torch.ones(1000, device=at.device)
+        dist.all_reduce(t)
+        at.wait()
+        start = time.monotonic()
+        member.cut()
+        member.renew()
+        dist.all_reduce(t)
+        at.wait()
+        assert t.sum().item()==1000
+    return f'{time.monotonic()-start:.2f} s'
+
+@check('group')
+def learner_beside_a_group(at):
+    "`fit`, `validate` and `get_preds` with a group of one rank are those without"
+    one = fitted(at, False)
+    with at.group():
+        learn = learner(at, 1)
+        with learn.distrib_ctx(), quiet(learn):
+            fit(learn)
+            d = largest(outcome(learn), one)
+    assert d==0, d
+    return 'to the bit'
+
+# One process
+
+def network():
+    "Parameters of a small network, with gradients of its first steps"
+    return nn.ModuleList([*[nn.Linear(96,96) for _ in range(30)], *[nn.Conv2d(8,8,3) for _ in range(10)]])
+
+def _steps(at, f, lists, n=6):
+    set_seed(2)
+    m = network().to(at.device)
+    opt,g = f(params(m), lr=.01),torch.Generator().manual_seed(0)
+    for _ in range(n):
+        for p in m.parameters(): p.grad = torch.randn(p.shape, generator=g).to(at.device)
+        with lists_ctx(opt) if lists else nullcontext(): opt.step()
+    weights = torch.cat([p.detach().double().flatten() for p in m.parameters()])
+    with lists_ctx(opt) if lists else nullcontext(): return weights,_timed(at, opt.step),_launches(at, opt.step)
+
+def _timed(at, f, n=20):
+    "Median seconds of `f`, until the device is done"
+    times = []
+    for _ in range(n+2):
+        at.wait()
+        start = time.perf_counter()
+        f()
+        at.wait()
+        times.append(time.perf_counter()-start)
+    return median(times[2:])
+
+def _launches(at, f):
+    kinds = [ProfilerActivity.CPU]+[ProfilerActivity.CUDA]*(at.device.type=='cuda')
+    with profile(activities=kinds) as prof: f()
+    name = 'cudaLaunchKernel' if at.device.type=='cuda' else 'aten::'
+    return sum(o.count for o in prof.key_averages() if o.key.startswith(name))
+
+opts = dict(SGD=partial(SGD, mom=.9, wd=.1), RMSProp=RMSProp, Adam=Adam, RAdam=RAdam, QHAdam=QHAdam, Larc=Larc, Lamb=Lamb)
+
+@check('one', secs=150, alone=True)
+def steps_over_lists(at):
+    "Values, time and launches of a step over lists, beside fastai's own"
+    res,far = [],{}
+    for k,f in opts.items():
+        (a,t,n),(b,u,m) = [_steps(at, f, o) for o in (False,True)]
+        far[k] = off(b, a)
+        res.append(f'{k} {"to the bit" if not far[k] else f"{far[k]:.0e}"}, time x {u/t:.2f}, launches {n} -> {m}')
+    assert max(far.values())<=1e-5, far
+    return '; '.join(res)
+
+@check('one')
+def lean_is_plain(at):
+    "`lean()` gives the numbers of plain fastai"
+    one,learn = fitted(at, False, opt=partial(SGD, mom=.9), drop=.2),learner(at, 1, opt=partial(SGD, mom=.9), drop=.2)
+    with learn.lean_ctx(), quiet(learn):
+        fit(learn)
+        d = largest(outcome(learn), one)
+    assert d<=1e-6, d
+    return 'to the bit' if d==0 else f'{d:.1g}'
+
+def _waits(learn, steps):
+    "Synchronisations of a training step"
+    learn._do_epoch_validate = noop
+    with warnings.catch_warnings(record=True) as ws, quiet(learn):
+        warnings.simplefilter('always')
+        learn.fit(1)
+        n = len(ws)
+        torch.cuda.set_sync_debug_mode('warn')
+        try: learn.fit(1)
+        finally: torch.cuda.set_sync_debug_mode('default')
+    return sum('synchroniz' in str(o.message) for o in ws[n:])/steps
+
+@check('one', cuda=True)
+def waits_for_the_device(at):
+    "Synchronisations of a step: lean has no more than fastai"
+    plain,lean = learner(at, 1, n=240),learner(at, 1, n=240)
+    n = _waits(plain, 10)
+    with lean.lean_ctx(): m = _waits(lean, 10)
+    assert m<=n, f'{m} a step, {n} in fastai'
+    return f'{m} a step, {n} in fastai'
+
+@check('one')
+def pinned_and_placed(at):
+    "Batches from pinned memory; what is on the device is not copied"
+    one = fitted(at, False)
+    kw = dict(pin_memory=True) if at.device.type=='cuda' else {}
+    learn = learner(at, 1, **kw)
+    with learn.lean_ctx(), quiet(learn):
+        fit(learn)
+        d = largest(outcome(learn), one)
+    from fastdist.data.fetch import on_device
+    b = _batch(at)
+    assert d<=1e-6 and all(x is y for x,y in zip(on_device(b, at.device), b)), d
+    return 'the same batches'
+
+@check('one')
+def random_state_of_the_device(at):
+    "`kept_random` restores it"
+    torch.rand(1, device=at.device)
+    with kept_random(): a = torch.rand(5, device=at.device)
+    assert torch.equal(a, torch.rand(5, device=at.device))
+    return 'to the bit'
+
+class Stop(Callback):
+    "Ends the process's fit after some steps, as a kill would"
+    order,run_valid = 10**7,False
+    def after_batch(self):
+        if self.epoch==1 and self.iter==2: raise SystemExit(3)
+
+def _resumed(at):
+    "In three lives: undisturbed; stopped; gone on, and compared to the bit"
+    learn = learner(at, at.size, drop=.3, opt=Adam)
+    cbs = [Checkpoint(at.folder/'states', every=2, minutes=None)]*(at.stage>0)+[Stop()]*(at.stage==1)
+    with suppress(SystemExit), at.job(learn), quiet(learn): learn.fit_one_cycle(3, .01, cbs=cbs)
+    if at.stage==1: return 'stopped'
+    now,was = (learn.model.state_dict(),[float(o) for o in learn.recorder.losses],learn.recorder.values),at.folder/f'whole{at.rank}.pt'
+    if not at.stage: return torch.save(now, was) or 'undisturbed'
+    then = torch.load(was, weights_only=False, map_location=at.device)
+    assert now[1:]==(then[1],then[2]), 'losses or metrics differ'
+    assert all(torch.equal(v, then[0][k]) for k,v in now[0].items()), 'weights differ'
+    return 'to the bit'
+
+@check('one', stages=3)
+def resume(at):
+    "A fit that goes on behind a `Checkpoint`, with dropout: weights, losses and metrics"
+    return _resumed(at)
+
+@check('ranks', stages=3)
+def resume_on_ranks(at):
+    "The same on ranks"
+    return _resumed(at)
+
+# The timeline
+
+def _timeline(at):
+    learn = learner(at, at.size, bs=96, n=960)
+    if at.device.type=='cuda': learn.model.body[0] = nn.Sequential(nn.Linear(512,4096), nn.ReLU(), nn.Linear(4096,67))
+    with at.job(learn), quiet(learn):
+        def secs(*cbs):
+            at.wait()
+            start = time.perf_counter()
+            learn.fit(1, cbs=cbs)
+            at.wait()
+            return time.perf_counter()-start
+        secs(),secs(Timeline())
+        ratios = [secs(Timeline())/secs() for _ in range(7)]
+        learn.fit(1, cbs=Timeline())
+        s = learn.timeline.steps
+        parts = sum(s.part(o).mean() for o in shown_parts)/s.total.mean()
+    assert abs(parts-1)<.02, f'parts are {parts:.3f} of a step'
+    return f'parts are {parts:.3f} of a step of {s.total.mean():.2f} ms, an epoch takes {median(ratios):.3f} times as long'
+
+@check('one', alone=True)
+def timeline(at):
+    "Its parts make up a step; what it costs"
+    return _timeline(at)
+
+@check('ranks', alone=True)
+def timeline_on_ranks(at):
+    "The same, with the wait for the exchange"
+    return _timeline(at)
+
+# Launches
+
+def _where(): return str(this_world().device),dist.get_backend(),torch.ones(3, device=this_world().device).sum().item()
+
+@check('one', secs=240)
+def distribute_after_the_device_was_used(at):
+    "Ranks of a head that has used the GPU; what they train comes home to it"
+    torch.ones(3, device=at.device).sum().item()
+    n,kw = _as_many(at)
+    setup = dict(compute_setup='gpu' if at.device.type=='cuda' else 'cpu')
+    with changed_env(**kw.pop('env')):
+        places = Accelerator(nprocs=n, **setup, **kw).distribute(_where)()
+        learn = learner(at, n)
+        learn.model.to(at.device)
+        before = [p.detach().clone() for p in learn.model.parameters()]
+        with redirect_stdout(io.StringIO()): Accelerator(nprocs=n, **setup, **kw).distribute(learn.fit)(1)
+    ps = [*learn.model.parameters()]
+    assert places[2]==3 and {p.device for p in ps}=={at.device} and not all(map(torch.equal, ps, before)), places
+    return f'{n} ranks on {places[0]} over {places[1]}, and home on {at.device}'
+
+def _as_many(at):
+    "Two ranks: on devices of their own, or over gloo on one"
+    if at.device.type=='cpu': return 2,dict(env={})
+    return (2,dict(env={})) if torch.cuda.device_count()>1 else (2,dict(backend='gloo', env=dict(DEFAULT_GPU='0')))
+
+@check('one', cuda=True, secs=150)
+def notebook_launcher_after_the_device_was_used(at):
+    "It cannot fork then, and says so"
+    from accelerate import notebook_launcher
+    torch.ones(3, device=at.device).sum().item()
+    try: notebook_launcher(_where, num_processes=2)
+    except Exception as e: return f'{type(e).__name__}: {str(e)[:60]}'
+    raise AssertionError('it started ranks')
+
+def _command(*args, rc=0):
+    p = subprocess.run([sys.executable, '-m', 'fastdist.check', *args], capture_output=True, text=True, timeout=200, env=os.environ|dict(PYTHONWARNINGS='ignore'))
+    assert p.returncode==rc, f'exit code {p.returncode}\n{p.stdout[-2000:]}\n{p.stderr[-2000:]}'
+    return p.stdout+p.stderr
+
+@check('one', secs=240)
+def fastdist_check(at):
+    "The command, with one rank and as many as there are devices"
+    cpu = {} if at.device.type=='cuda' else dict(ACCELERATE_USE_CPU='true')
+    with changed_env(**cpu):
+        _command()
+        n = torch.cuda.device_count() if cpu=={} else 2
+        if n>1: _command('--nprocs', str(n))
+    return f'All is well with 1{f" and {n}" if n>1 else ""}'
+
+@check('one', cuda=True, secs=240)
+def more_ranks_than_devices(at):
+    "An error that counts them"
+    n = torch.cuda.device_count()+1
+    out = _command('--nprocs', str(n), rc=1)
+    assert f'asks for CUDA device {n-1}, but found {n-1}' in out, out[-2000:]
+    return 'named'
+
+# Ratios
+
+def _loop(at, model, opt, batches, backward=None):
+    "A function that makes the steps of a loop by hand"
+    def run():
+        for x,y in batches:
+            loss = F.cross_entropy(model(x.to(at.device)), y.to(at.device))
+            loss.backward() if backward is None else backward(loss)
+            opt.step()
+            opt.zero_grad()
+    return run
+
+def _peers(at, make, shape, bs, steps, wrap):
+    "Name -> function that makes `steps` steps"
+    from accelerate import Accelerator as HFAccelerator
+    g = torch.Generator().manual_seed(at.rank)
+    data = list(zip(torch.randn(bs*steps, *shape, generator=g), torch.randint(0, 10, (bs*steps,), generator=g)))
+    torch_loader = lambda: torch.utils.data.DataLoader(data, bs)
+    def hand(model): return _loop(at, model, torch.optim.SGD(model.parameters(), .01), torch_loader())
+    with changed_env(ACCELERATE_TORCH_DEVICE=at.device, ACCELERATE_BYPASS_DEVICE_MAP='true'): # two ranks may have one device
+        acc = HFAccelerator(cpu=at.device.type=='cpu')
+        model,opt = acc.prepare(m := make().to(at.device), torch.optim.SGD(m.parameters(), .01))
+    return {'by hand':hand(wrap(make().to(at.device))), 'Accelerate':_loop(at, model, opt, torch_loader(), acc.backward)}
+
+def _fits(at, make, shape, bs, steps):
+    "A Learner, and a function that makes `steps` steps a rank"
+    g = torch.Generator().manual_seed(0)
+    n = bs*steps*at.size
+    data = list(zip(torch.randn(n, *shape, generator=g), torch.randint(0, 10, (n,), generator=g)))
+    dls = DataLoaders.from_dsets(data, [], bs=bs, num_workers=0, device=at.device)
+    learn = Learner(dls, make(), loss_func=CrossEntropyLossFlat(), opt_func=SGD, lr=.01)
+    learn._do_epoch_validate = noop
+    return learn
+
+def _lean(learn):
+    with learn.lean_ctx(): learn.fit(1)
+
+def _ratios(at, runs, rounds=5):
+    "Milliseconds of all steps of each of `runs`, in turn: the median, and its ratio to the first"
+    times = {k:[] for k in runs}
+    for f in runs.values(): f()
+    for _ in range(rounds):
+        for k,f in runs.items(): times[k].append(_timed(at, f, 1))
+    base,*_ = ms = [median(o)*1e3 for o in times.values()]
+    return ', '.join(f'{k} {o:.1f} ms ({o/base:.2f})' for k,o in zip(runs, ms))
+
+works = dict(mlp=(mlp,(64,),64,40), cnn=(cnn,(3,32,32),64,20), resnet18=(resnet18,(3,64,64),64,10))
+
+@check('one', alone=True, secs=240)
+def ratios(at):
+    "An epoch's steps by hand, with Accelerate, plain fastai and lean, in turn"
+    res = []
+    for k,w in works.items() if at.device.type=='cuda' else [('mlp',works['mlp'])]:
+        learn = _fits(at, *w)
+        with quiet(learn): res.append(f'{k}: '+_ratios(at, _peers(at, *w, noop)|dict(fastai=lambda: learn.fit(1), lean=lambda: _lean(learn))))
+    return '; '.join(res)
+
+@check('ranks', alone=True, secs=240)
+def ratios_on_ranks(at):
+    "The same on ranks, over the same process group"
+    res,ids = [],[at.device.index] if at.device.type=='cuda' else None
+    for k,w in works.items() if at.device.type=='cuda' else [('mlp',works['mlp'])]:
+        learn = _fits(at, *w)
+        with at.job(learn, sync_bn=False, desync_check=False), quiet(learn):
+            res.append(f'{k}: '+_ratios(at, _peers(at, *w, partial(DistributedDataParallel, device_ids=ids))|dict(fastdist=lambda: learn.fit(1))))
+    return '; '.join(res)
