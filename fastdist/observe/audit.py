@@ -14,8 +14,8 @@ knows a cause."""
 # %% auto #0
 __all__ = ['step_values', 'Audit', 'audited_steps', 'Replays', 'sharded', 'unsharded', 'compare_all', 'origin_of', 'Auditor']
 
-# %% ../../nbs/613_observe.audit.ipynb #5a6420c4
-import math,os,sys
+# %% ../../nbs/613_observe.audit.ipynb #29418c2b
+import math,os,sys,warnings
 from contextlib import contextmanager,nullcontext
 from itertools import takewhile
 from dataclasses import dataclass,field,replace
@@ -23,6 +23,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
+from fastai.callback.training import GradientAccumulation
 from ..job.errors import *
 from ..job.callbacks import *
 from ..comm.rank0 import *
@@ -40,8 +41,9 @@ from .watch import *
 from .compare import *
 from .origin import *
 
-# %% ../../nbs/613_observe.audit.ipynb #64ca83e1
+# %% ../../nbs/613_observe.audit.ipynb #6a78b903
 _of_place = 'iter','n_iter','epoch','n_epoch','loss','dl','training' # what ranks have another of within a step, or what is compared under a name of its own
+_of_window = 'loss','learn.smooth_loss','Recorder.smooth_loss','Recorder.losses' # what is a rank's own until an epoch's training ends, where batches accumulate
 
 def _flat(part, values): return dict(o for k,v in values.items() for o in leaves(f'{part}{k}', v))
 def step_values(
@@ -53,13 +55,13 @@ def step_values(
     held = [('', s['attrs']), ('learn.', {k:v for k,v in s['at'].items() if k.partition('.')[0] not in _of_place}), ('', cbs)]
     return copied(dict(learner_state(learn)) | {n:v for o in held for n,v in _flat(*o).items()}, 'cpu')
 
-# %% ../../nbs/613_observe.audit.ipynb #d1ce5a32
+# %% ../../nbs/613_observe.audit.ipynb #6a393c67
 def _validation(ex):
     "Return the metrics and predictions of the batches of validation in the excerpt `ex`"
     names = ifnone(getattr(getattr(ex.learn, 'recorder', None), 'metric_names', None), [])
     return {f'{n} of the validation':v for n,v in zip(names, ex.logged) if n not in ('epoch','time','train_loss')}
 
-# %% ../../nbs/613_observe.audit.ipynb #953bf434
+# %% ../../nbs/613_observe.audit.ipynb #431687ac
 @dataclass
 class Audit:
     "Report of an audit: `ok`, the `first` value that differs and its `origin`, and `rows` of all that was compared"
@@ -99,13 +101,13 @@ class Audit:
         return f'Random on ranks: {", ".join(self.draws[:5])}{" and others" if len(self.draws)>5 else ""}. {left} values depend on it and were not compared'
     def _repr_pretty_(self, p, cycle): p.text(str(self))
 
-# %% ../../nbs/613_observe.audit.ipynb #78e75c5d
+# %% ../../nbs/613_observe.audit.ipynb #e846819a
 def _count(n): return f'{n} step{"s" if n>1 else ""}'
 def _by(row):
     if row.values: return 'with {1:.6g} on rank 0 instead of {0:.6g}'.format(*row.values)
     return f'by {row.gap:.2g} of its size' if math.isfinite(row.gap) else 'with another value or shape'
 
-# %% ../../nbs/613_observe.audit.ipynb #9e7f8049
+# %% ../../nbs/613_observe.audit.ipynb #0dab636c
 def audited_steps(
     audit, # As in `distrib_ctx`, `None` where nothing was said
     env:dict # Environment
@@ -115,7 +117,7 @@ def audited_steps(
     if str(int(said) if isinstance(said, bool) else said or 0).isdigit(): return int(said or 0)
     raise OptionError('FASTDIST_AUDIT' if audit is None else 'audit', said, 'HINT: the number of steps to compare, such as 3; 0 for none')
 
-# %% ../../nbs/613_observe.audit.ipynb #625a295a
+# %% ../../nbs/613_observe.audit.ipynb #1dcea84c
 class Replays:
     "The first steps of a fit, made by rank 0 alone and by all ranks; the Learner is as before after each"
     def __init__(self,
@@ -130,7 +132,8 @@ class Replays:
         t,res = self.trainer,[]
         for o in how:
             try:
-                with scratch_files(self.token),quietly(t.learn):
+                with scratch_files(self.token),quietly(t.learn),warnings.catch_warnings():
+                    warnings.simplefilter('ignore') # what there is to be said ranks say
                     as_one_process(t.learn, t.size, t.phases.of_rank, t.job.live.accumulate)
                     set_global_random(self.there.random)
                     with o(t.learn): res.append(replay(t.learn, Excerpt(self.k, step_values)))
@@ -151,7 +154,7 @@ class Replays:
             t._said = said
             self.there.restore()
 
-# %% ../../nbs/613_observe.audit.ipynb #5532f514
+# %% ../../nbs/613_observe.audit.ipynb #aa2377a9
 @contextmanager
 def _turned(trainer, begin, end):
     plan,trainer.layout.plan = trainer.layout.plan,replace(trainer.layout.plan, keep=False)
@@ -175,7 +178,7 @@ def unsharded(
     l = trainer.layout
     return _turned(trainer, l.leave, l.enter) if l.gathers else nullcontext()
 
-# %% ../../nbs/613_observe.audit.ipynb #7a426554
+# %% ../../nbs/613_observe.audit.ipynb #85ead923
 def _floor(learn):
     "Return the relative difference that rounding always explains, in the lowest precision in which `learn` computes"
     dtypes = {p.dtype for p in learn.model.parameters()} | {getattr(torch, 'bfloat16' if mp.amp_mode.value=='bf16' else 'float16') for mp in learn._grab_cbs(MixedPrecision)}
@@ -186,16 +189,18 @@ def compare_all(
     one:Excerpt, # Of one process
     other:Excerpt, # From weights that differ in their last digit
     many:Excerpt, # Of ranks
-    draws:list # Who draws random numbers
+    draws:list, # Who draws random numbers
+    windowed:bool=False # Whether batches accumulate for a step
 )->list: # A `Row` for each value
     "Return how far ranks are from one process, in each step and in the validation after them"
     floor,n = _floor(learn),len(one.steps)
     steps = zip(one.steps, other.steps, many.steps, zip(one.sizes, many.sizes))
     rows = [r for i,(*vals,sizes) in enumerate(steps) for r in compare_step(i, *vals, bool(draws), floor, sizes)]
+    if learn._grab_cbs(GradientAccumulation) or windowed: rows = [r for r in rows if not r.name.startswith(_of_window)]
     rows += compare_step(n-1, *map(_validation, (one,other,many)), bool(draws), floor)
     return rows+([] if n==len(many.steps) else [Row(len(many.steps), 'the number of steps', math.inf, 0., True, values=(n,len(many.steps)))])
 
-# %% ../../nbs/613_observe.audit.ipynb #a34b2094
+# %% ../../nbs/613_observe.audit.ipynb #4f46d231
 def _between(learn):
     "Return in words what runs between the loss and the gradients"
     hooks = [f'a hook on {n}' for n,p in own_params(learn).items() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -218,7 +223,7 @@ def origin_of(
     if row.name=='loss': return ' Predictions are the same, so it begins in the loss, or in a callback that changes it.'
     return _between(learn) if row.name.startswith('gradient of') else ''
 
-# %% ../../nbs/613_observe.audit.ipynb #0f487b97
+# %% ../../nbs/613_observe.audit.ipynb #2dfc2962
 class Auditor:
     "Compares the first `k` steps of a fit on ranks with those of one process, before the fit"
     def __init__(self,
@@ -247,7 +252,8 @@ class Auditor:
             runs,draws = Replays(trainer, self.k),Draws()
             alone = rank0_alone(runs.alone, draws.watching, nudged, name='audit')
             many,learn = runs.together(),trainer.learn
-            res = broadcast_obj(alone and Audit(trainer.size, compare_all(learn, *alone, many, draws.names), [str(o) for o in draws.names]))
+            rows = alone and compare_all(learn, *alone, many, draws.names, trainer.job.live.accumulate>1)
+            res = broadcast_obj(alone and Audit(trainer.size, rows, [str(o) for o in draws.names]))
             if not res.ok: res.origin = broadcast_obj(self._origin(runs, res, many))
             return res
 

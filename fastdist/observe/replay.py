@@ -12,8 +12,8 @@ everything back (`state.rewind`). A callback, `Excerpt`, notes what there is aft
 # %% auto #0
 __all__ = ['global_loader', 'own_params', 'Excerpt', 'left_out', 'quietly', 'as_one_process', 'nudged', 'replay']
 
-# %% ../../nbs/609_observe.replay.ipynb #7b03cec5
-import io,random,warnings
+# %% ../../nbs/609_observe.replay.ipynb #738d4ecd
+import io,random
 from contextlib import contextmanager,redirect_stdout
 from inspect import unwrap
 from torch.utils.data import BatchSampler,IterableDataset,Sampler
@@ -33,7 +33,7 @@ from ..state.values import *
 from ..state.snapshot import *
 from ..train.context import *
 
-# %% ../../nbs/609_observe.replay.ipynb #2e5b5cb3
+# %% ../../nbs/609_observe.replay.ipynb #cfc1d731
 class _Together(Sampler):
     "Batches of `n` batches of `by` each"
     def __init__(self, by, n): store_attr()
@@ -59,7 +59,7 @@ def global_loader(
     res.bs,res.fake_l.num_workers = of_rank(dl.bs)*size,0
     return res
 
-# %% ../../nbs/609_observe.replay.ipynb #bd8107de
+# %% ../../nbs/609_observe.replay.ipynb #5f233f9b
 def _grad(p): return p.grad.full_tensor() if hasattr(p.grad, 'full_tensor') else p.grad
 def own_params(
     learn:Learner # With an optimizer
@@ -100,7 +100,7 @@ class Excerpt(Callback):
         self.logged = list(self.recorder.log) if hasattr(self.learn, 'recorder') else []
         if self.steps: raise CancelFitException
 
-# %% ../../nbs/609_observe.replay.ipynb #9132213e
+# %% ../../nbs/609_observe.replay.ipynb #ba7f22bc
 _drawing = 'ProgressCallback','ShowGraphCallback','TensorBoardCallback','TensorBoardProjectorCallback','WandbCallback','CometCallback','NeptuneCallback','Timeline','Checkpoint'
 
 def left_out(
@@ -112,18 +112,16 @@ def left_out(
 def _of_job(o): return type(o).__module__.partition('.')[0]=='fastdist' and not isinstance(o, LaunchPrecision)
 def _lent_by_job(v): return _of_job(getattr(v, '__self__', None) or getattr(getattr(v, 'func', None), '__self__', None))
 
-# %% ../../nbs/609_observe.replay.ipynb #d291a4e5
+# %% ../../nbs/609_observe.replay.ipynb #3032453c
 @contextmanager
 def quietly(
     learn:Learner # About to be replayed; whoever calls this restores it
 ):
-    "Return a context manager in which `learn` prints nothing and warns of nothing; it has the callbacks that take part"
+    "Return a context manager in which `learn` prints nothing; it has the callbacks that take part"
     learn.cbs,learn.logger = L(cb for cb in learn.cbs if not left_out(cb)),noop
-    with warnings.catch_warnings(),redirect_stdout(io.StringIO()):
-        warnings.simplefilter('ignore')
-        yield
+    with redirect_stdout(io.StringIO()): yield
 
-# %% ../../nbs/609_observe.replay.ipynb #07a826df
+# %% ../../nbs/609_observe.replay.ipynb #5bec05b2
 class _Precision(Callback):
     order = MixedPrecision.order+.1
     def __init__(self, mp): self.mp = mp
@@ -140,9 +138,9 @@ def as_one_process(
     for k in [k for k,v in vars(learn).items() if _lent_by_job(v)]: delattr(learn, k)
     for mp in learn._grab_cbs(MixedPrecision): learn.add_cb(_Precision(mp)) # fastai's is for CUDA, and does nothing on the CPU
     learn.dls.loaders = [global_loader(dl, size, of_rank) for dl in learn.dls.loaders]
-    if window>1 and not learn._grab_cbs(GradientAccumulation): learn.add_cb(GradientAccumulation(window*find_bs(learn.dls.train.one_batch())))
+    if window>1 and not learn._grab_cbs(GradientAccumulation): learn.add_cb(GradientAccumulation(window*batching(learn.dls.train)[0]))
 
-# %% ../../nbs/609_observe.replay.ipynb #43565a87
+# %% ../../nbs/609_observe.replay.ipynb #e908e866
 @contextmanager
 def nudged(
     learn:Learner # About to be replayed; whoever calls this restores it
@@ -160,7 +158,7 @@ def _other_draws(get_idxs):
     for f in (random.seed,np.random.seed,torch.manual_seed): f(20261)
     return res
 
-# %% ../../nbs/609_observe.replay.ipynb #03bdb580
+# %% ../../nbs/609_observe.replay.ipynb #7b0fcab3
 def replay(
     learn:Learner, # About to fit; whoever calls this restores it
     excerpt:Excerpt, # What to note
