@@ -74,7 +74,7 @@ def _settle(self:Reduction, o, kind):
     if kind=='other': warn('Your loss is neither a sum nor a mean over samples, so ranks weigh it by their number of samples, and N of '
         'them differ from one process. HINT: use a loss of fastai or torch, which say by what they divide')
     if kind=='untold' and not stated(o.f): warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
-        "HINT: set its attribute reduction to 'mean' or 'sum'")
+        "HINT: if it is a mean or a sum over samples, set its attribute reduction to 'mean' or 'sum'; one that compares samples with each other is neither, and N ranks differ")
 
 # %% ../../nbs/306_evaluate.reduction.ipynb #78083b6c
 @patch
