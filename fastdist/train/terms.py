@@ -18,6 +18,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from ..evaluate.loss import *
+from ..evaluate.mixing import *
 from .accumulate import *
 
 # %% ../../nbs/532_train.terms.ipynb #930d116f
@@ -72,7 +73,7 @@ class Terms:
         phases, # The Learner's `Phases`
         weights # Its `Weights`
     ):
-        self.phases,self.weights,self.window = phases,weights,Window()
+        self.phases,self.weights,self.window,self.named = phases,weights,Window(),set()
         self.reset()
 
     def reset(self):
@@ -106,6 +107,12 @@ def judge(self:Terms,
     late = win and cb.order>win.order
     unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(learn.loss_func, learn.yb[0]))
     self.judged[id(cb)] = cb,kind!='remade'
-    if not self.phases.world.rank and (kind=='remade' or unlike or late): warn(f'{type(cb).__name__} changes the loss in after_loss, and ranks cannot tell how that of the batch follows from those of its '
-        'parts, so they take it for a mean over samples, and N of them may differ from one process. HINT: add a mean over samples to a loss that is one, before GradientAccumulation')
+    if self.phases.world.rank or type(cb) in self.named: return kind!='remade'
+    if kind=='remade' or unlike or late or not summed and mixes_in(cb, learn): self._name(cb)
     return kind!='remade'
+
+@patch
+def _name(self:Terms, cb):
+    self.named.add(type(cb))
+    warn(f'{type(cb).__name__} changes the loss in after_loss, and ranks cannot tell how that of the batch follows from those of its '
+        'parts, so they take it for a mean over samples, and N of them may differ from one process. HINT: add a mean over samples to a loss that is one, before GradientAccumulation')

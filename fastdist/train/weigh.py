@@ -29,6 +29,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..evaluate.recorder import *
+from ..evaluate.mixing import *
 from .proxy import *
 from .gradients import *
 from .terms import *
@@ -56,7 +57,7 @@ class Weigh(Passes):
     order = 11.02 # after the trainer and `Evaluate`
     def __init__(self,
         **parts # As for `Passes`, and `sync_each`: whether DDP exchanges gradients in each batch of a window
-    ): super().__init__(terms=Terms(parts['phases'], parts['weights']), **parts)
+    ): super().__init__(terms=Terms(parts['phases'], parts['weights']), looked=None, **parts)
 
     def _reset(self):
         super()._reset()
@@ -104,10 +105,23 @@ def batch(self:Weigh,
         self.weights.fill()
         if self.weights.empty: self._tell()
     if not self.layout.covers(own_model(self.learn), self.learn.opt): self.wrap()
+    if self.looked is not (m := own_model(self.learn)): self._look(m)
     if self.windowed: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
     with self.layout.step(self._exchanges()): run()
     self.due = self.held = False
     if self.passes and not self.windowed and self.learn.loss is not self.known: self._share_loss()
+
+@patch
+def _look(self:Weigh, model):
+    "Name on rank 0 the first module of `model` that mixes samples, and hooks that see one rank's gradient and are not linear"
+    self.looked = model
+    if self.phases.world.rank or self.phases.size==1 or self.weights.empty: return
+    try: found = first_mixing(model, self.learn.xb)
+    except Exception: found = None # nothing can be told without side effects: the audit can
+    if found: warn(f'{found[0] or "Your model"} ({found[1]}) mixes the samples of a batch: in a smaller batch it gives them other outputs, so N ranks differ from one process. '
+        'HINT: a norm of torch, which ranks synchronise, batch_first=True for attention, or a term in the loss that is a mean over samples')
+    if names := bent_hooks(model): warn(f'The hook that you registered on {", ".join(names[:4])} is not linear, and sees the gradient of this rank before it is averaged, so N ranks differ from '
+        'one process. HINT: change p.grad in a callback with before_step, or fastai\'s GradientClip')
 
 @patch
 def _exchanges(self:Weigh): return self.window.ends or self.sync_each

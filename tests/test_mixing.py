@@ -1,0 +1,118 @@
+"What mixes the samples of a batch is named by its cause, once, in the first epoch; what does not is silent"
+import pytest,warnings
+from contextlib import nullcontext
+from fastcore.test import *
+from fastai.vision.all import *
+from fastdist import *
+import learners
+
+class HandNorm(nn.Module):
+    "Batch norm by hand, in training only"
+    def forward(self, x): return (x-x.mean(0))/(x.std(0)+1e-3) if self.training else x
+
+class Spread(nn.Module):
+    "StyleGAN's minibatch standard deviation"
+    def forward(self, x): return torch.cat([x, x.std(0).mean().expand(len(x),1)], 1)
+
+class Attends(nn.Module):
+    def __init__(self, **kw):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, **kw)
+    def forward(self, x): return self.attn(*[x.view(len(x),1,8).expand(-1,4,-1)]*3, need_weights=False)[0][:,0]
+
+class Experts(nn.Module):
+    "Experts whose load is balanced by a term that is kept"
+    def __init__(self):
+        super().__init__()
+        self.gate,self.experts = nn.Linear(8,2),nn.ModuleList([nn.Linear(8,8) for _ in range(2)])
+    def forward(self, x):
+        p = self.gate(x).softmax(1)
+        self.balance = p.mean(0).square().sum()
+        return sum(p[:,[i]]*e(x) for i,e in enumerate(self.experts))
+
+class Noise(nn.Module):
+    def forward(self, x): return x+torch.randn_like(x) if self.training else x
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(8, 8)
+    def forward(self, x): return self.rnn(x.expand(5, *x.shape))[0][-1]
+
+class Flat(nn.Module):
+    "Tokens of all samples in one dimension"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+    def forward(self, x): return self.lin(x.view(-1,4)).view(-1,8)
+
+class Adds(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+self.pred.square().mean()
+class Sees(Callback):
+    "Reads the loss, and changes nothing"
+    def after_loss(self): self.last = float(self.loss)
+class Var(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+(1-self.pred.std(0)).relu().mean()
+class ByItself(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad/(1+self.loss)
+
+def learner(*ms, out=8, **kw):
+    set_seed(3)
+    x,y = torch.randn(64,6),torch.arange(64)%3
+    dls = DataLoaders.from_dsets(list(zip(x,y)), list(zip(x,y)), bs=8, num_workers=0, device='cpu')
+    return Learner(dls, nn.Sequential(nn.Linear(6,8), *ms, nn.Linear(out,3)), loss_func=CrossEntropyLossFlat(), **kw)
+
+def hooked(f):
+    learn = learner()
+    learn.model[0].weight.register_hook(f)
+    return learn
+
+def said(learn, **kw):
+    with warnings.catch_warnings(record=True) as w, learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(1, .01)
+        learn.fit(1, .01)
+    return [str(o.message) for o in w if 'process' in str(o.message)]
+
+wrong = dict(norm=(lambda: learner(HandNorm()), '1 .HandNorm. mixes'), spread=(lambda: learner(Spread(), out=9), '1 .Spread. mixes'),
+    attention=(lambda: learner(Attends()), '1.attn .MultiheadAttention. mixes'), experts=(lambda: learner(Experts()), '1 .Experts. mixes'),
+    second=(lambda: learner(nn.Sequential(nn.ReLU(), HandNorm()), HandNorm()), '1.1 .HandNorm. mixes'),
+    var=(lambda: learner(cbs=Var()), '^Var changes the loss'), itself=(lambda: learner(cbs=ByItself()), '^ByItself changes the loss'),
+    clamp=(lambda: hooked(lambda g: g.clamp(-.01,.01)), 'hook that you registered on 0.weight'))
+right = dict(batchnorm=lambda: learner(nn.BatchNorm1d(8), nn.Dropout()), attention=lambda: learner(Attends(batch_first=True)), noise=lambda: learner(Noise()),
+    time=lambda: learner(TimeFirst()), flat=lambda: learner(Flat()), adds=lambda: learner(cbs=Adds()),
+    sees=lambda: learner(cbs=Sees()), half=lambda: hooked(lambda g: g/2),
+    **{k:getattr(learners, k) for k in ('vision','tabular','collab','language_model','text_classifier')})
+
+@pytest.mark.parametrize('size', (2,3))
+def test_what_mixes_is_named_once(size):
+    res = on_ranks(lambda rank: {k:said(mk()) for k,(mk,_) in wrong.items()}, size, timeout=120, join=False)
+    for k,(_,what) in wrong.items():
+        test_eq([len(o[k]) for o in res], [1]+[0]*(size-1))
+        assert re.search(what, res[0][k][0]), f'{k}: {res[0][k]}'
+
+def test_what_does_not_mix_is_silent():
+    res = on_ranks(lambda rank: {k:said(mk()) for k,mk in right.items()}, 2, timeout=240, join=False)
+    test_eq(res, [{k:[] for k in right}]*2)
+
+def test_a_trial_leaves_nothing():
+    "Weights are those of plain training, where the model counts its calls and holds a list, and a hook of the user's sees only what one process shows it"
+    class Counts(nn.Module):
+        n = 0
+        def __init__(self):
+            super().__init__()
+            self.sizes = []
+        def forward(self, x):
+            self.n += 1
+            self.sizes.append(len(x))
+            return F.dropout(x, .5, training=self.training)
+    def fit(rank=None):
+        learn = learner(Counts(), nn.BatchNorm1d(8))
+        seen = []
+        learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
+        with learn.distrib_ctx() if rank is not None else nullcontext(), learn.no_bar(), learn.no_logging(): learn.fit(1, .01)
+        return learn.model[1].n,learn.model[1].sizes,seen
+    one,many = fit(),on_ranks(fit, 2, join=False)
+    for n,sizes,seen in many: test_eq((n,len(sizes),len(seen)), (len(sizes),)*3)
+    test_eq(many[0][:2], many[1][:2])
+    test_eq(one[0], len(one[2]))
