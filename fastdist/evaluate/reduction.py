@@ -73,7 +73,7 @@ def _settle(self:Reduction, o, kind):
     if self.world.rank: return
     if kind=='other': warn('Your loss is {}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: {}'.format(*_why_other(o.f)))
     if kind=='untold' and not stated(o.f): warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
-        "HINT: set its attribute reduction to 'mean' or 'sum'")
+        "HINT: if it is a mean or a sum over samples, set its attribute reduction to 'mean' or 'sum'; one that compares samples with each other is neither, and N ranks differ")
 
 def _why_other(f):
     "Return what the loss `f` is, which is not one mean nor a sum, and a hint"
