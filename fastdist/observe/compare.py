@@ -12,14 +12,14 @@ than a few digits. Values that other random numbers change as well are not compa
 # %% auto #0
 __all__ = ['gap', 'Row', 'scales', 'rows_of', 'compare_step']
 
-# %% ../../nbs/611_observe.compare.ipynb #e4c14fc8
+# %% ../../nbs/611_observe.compare.ipynb #98b6e26a
 import math,numpy as np
 from dataclasses import dataclass
 from fastcore.all import *
 from fastai.basics import *
 from ..state.snapshot import *
 
-# %% ../../nbs/611_observe.compare.ipynb #a7213ad6
+# %% ../../nbs/611_observe.compare.ipynb #4c68dd47
 def _numbers(v):
     if isinstance(v, Tensor) and v.layout==torch.strided: return v.detach().cpu().as_subclass(Tensor)
     if isinstance(v, np.ndarray) and v.dtype.kind in 'biufc' or isinstance(v, (bool,int,float,np.number)): return torch.as_tensor(v)
@@ -35,11 +35,13 @@ def gap(
     if a.shape!=b.shape: return math.inf
     if not a.numel(): return 0.
     if not (a.is_floating_point() or b.is_floating_point() or a.is_complex()): return 0. if torch.equal(a, b) else math.inf
+    if torch.equal(a, b): return 0.
+    most,size = (a-b).abs().max(),max(a.abs().max(), b.abs().max())
+    if most.isfinite() and size.isfinite(): return most.item()/max(size.item(), scale, 1e-30)
     if not torch.equal(a.isfinite(), b.isfinite()): return math.inf
-    a,b = a[a.isfinite()].double(),b[b.isfinite()].double()
-    return ((a-b).abs().max()/max(a.abs().max(), b.abs().max(), scale, 1e-30)).item() if len(a) else 0.
+    return gap(a[a.isfinite()], b[b.isfinite()], scale)
 
-# %% ../../nbs/611_observe.compare.ipynb #d94229d6
+# %% ../../nbs/611_observe.compare.ipynb #3ee66d36
 @dataclass
 class Row:
     "One value after one step: how far ranks are from one process, and what rounding does to it"
@@ -61,7 +63,7 @@ def scales(
         if (t := _numbers(v)) is not None and t.is_floating_point() and t.numel(): sizes.setdefault(_kind(n), []).append(t.abs().max().item())
     return {k:.1*max(v) for k,v in sizes.items() if k}
 
-# %% ../../nbs/611_observe.compare.ipynb #886ce08b
+# %% ../../nbs/611_observe.compare.ipynb #de6c0550
 def rows_of(
     whole:Tensor, # Of one process
     mine:Tensor, # Of a rank
@@ -80,7 +82,7 @@ def _shared(a, b, sizes):
     if type(a) is int and (a,b)==sizes: return
     return rows_of(a, b, 0, sizes[0]) if isinstance(a, Tensor) and isinstance(b, Tensor) else a
 
-# %% ../../nbs/611_observe.compare.ipynb #3d31e415
+# %% ../../nbs/611_observe.compare.ipynb #1a6c4bf5
 def _values(a, b):
     a,b = map(_numbers, (a,b))
     return (a.item(),b.item()) if a.numel()==b.numel()==1 else ()

@@ -14,7 +14,7 @@ name. Of each object that can change it notes what it holds, and `restore` write
 # %% auto #0
 __all__ = ['Rewind', 'scratch_files']
 
-# %% ../../nbs/415_state.rewind.ipynb #cecfab4d
+# %% ../../nbs/415_state.rewind.ipynb #a77c9603
 import builtins,io,os,random,shutil,sys,types,weakref,numpy as np
 from contextlib import ExitStack,contextmanager,suppress
 from collections import deque
@@ -25,28 +25,28 @@ from fastcore.all import *
 from fastai.basics import *
 from ..comm.rng import *
 
-# %% ../../nbs/415_state.rewind.ipynb #503ceb8b
+# %% ../../nbs/415_state.rewind.ipynb #621c1871
 _fixed = (int,float,complex,str,bytes,type(None),range,slice,Enum,np.generic,np.dtype,torch.dtype,torch.device,torch.Size,types.CodeType,
     types.BuiltinFunctionType,types.ModuleType,types.MethodDescriptorType,types.WrapperDescriptorType,Path,weakref.ref,type(Ellipsis),type(NotImplemented))
 _process = set('''IPython PIL _thread accelerate asyncio concurrent contextvars fastdist fastprogress io logging matplotlib multiprocessing pandas pathlib pickle plum queue re rich selectors socket
     spacy subprocess tensorboard threading tqdm transformers wandb weakref'''.split())
 _compilers = 'torch.jit','torch.fx','torch._dynamo','torch._inductor','torch.distributed','torch.multiprocessing','torch.cuda','torch._C'
 _libraries = {'torch','torchvision','fastai','fastcore','numpy','scipy','sklearn','builtins','collections','functools','operator','typing','abc','types','math','itertools'} | _process
-_many = 4096 # a longer list is kept, and what it holds is not looked at
+_many = 256 # a longer list is kept, and what it holds is not looked at: samples of a data set, losses of an epoch
 
-# %% ../../nbs/415_state.rewind.ipynb #3c46f103
+# %% ../../nbs/415_state.rewind.ipynb #0a9e6a7c
 def _top(o): return (getattr(o, '__module__', None) or '').partition('.')[0]
 def _left_alone(o):
     cls = type(o)
     return isinstance(o, _fixed) or _top(cls) in _process or (cls.__module__ or '').startswith(_compilers)
 
-# %% ../../nbs/415_state.rewind.ipynb #c83292a9
+# %% ../../nbs/415_state.rewind.ipynb #59e5211d
 def _is_script(o): return isinstance(getattr(o, '__module__', None), str) and _top(o) not in _libraries and (o.__module__=='__main__' or not _installed(o.__module__))
 def _installed(name):
     file = getattr(sys.modules.get(name), '__file__', None) or ''
     return 'site-packages' in file or file.startswith(os.path.dirname(os.__file__))
 
-# %% ../../nbs/415_state.rewind.ipynb #a3c541cc
+# %% ../../nbs/415_state.rewind.ipynb #dd30d3a2
 def _of_dict(o):
     items,cls = dict(o),OrderedDict if isinstance(o, OrderedDict) else dict
     def back():
@@ -60,7 +60,7 @@ def _of_list(o):
     def back(): list.__setitem__(o, slice(None), items)
     return back,_looked_at(items)
 
-# %% ../../nbs/415_state.rewind.ipynb #7aa69cef
+# %% ../../nbs/415_state.rewind.ipynb #0210828a
 def _of_group(o):
     items = list(o)
     def back():
@@ -70,7 +70,7 @@ def _of_group(o):
 
 def _looked_at(items): return items if len(items)<=_many else ()
 
-# %% ../../nbs/415_state.rewind.ipynb #b360d032
+# %% ../../nbs/415_state.rewind.ipynb #0ae6b630
 class _Memory:
     "How much is copied: tensors and arrays beyond `left` bytes that no training changes, such as a data set's, are not"
     def __init__(self, left): self.left = left
@@ -94,14 +94,14 @@ def _of_tensor(memory, t):
         if more or getattr(t, '__dict__', None): vars(t).clear() or vars(t).update(more)
     return back,[o for o in (grad,*hooks,*more.values()) if o is not None]
 
-# %% ../../nbs/415_state.rewind.ipynb #88b4578d
+# %% ../../nbs/415_state.rewind.ipynb #81b39e5a
 def _of_array(memory, a):
     if not (a.flags.writeable and memory.lends(a.nbytes, False)): return noop,()
     held = a.copy()
     def back(): a[...] = held
     return back,(a.tolist() if a.dtype==object and a.size<=_many else ())
 
-# %% ../../nbs/415_state.rewind.ipynb #5a322cf7
+# %% ../../nbs/415_state.rewind.ipynb #91aeda83
 def _names(code): return {*code.co_names}.union(*(_names(o) for o in code.co_consts if isinstance(o, types.CodeType)))
 
 def _of_function(f):
@@ -114,7 +114,7 @@ def _of_function(f):
             if f.__globals__.get(k) is not v: f.__globals__[k] = v
     return back,[*(v for _,v in cells), *named.values(), *(f.__defaults__ or ()), *vars(f).values()]
 
-# %% ../../nbs/415_state.rewind.ipynb #d3d10856
+# %% ../../nbs/415_state.rewind.ipynb #eeb81fc0
 def _of_class(c):
     own = {k:v for k,v in vars(c).items() if not k.startswith('__')}
     def back():
@@ -132,7 +132,7 @@ def _of_object(o):
         if d.keys()!=attrs.keys() or any(d[k] is not v for k,v in attrs.items()): d.clear() or d.update(attrs)
     return back,[*attrs.values(), *slots.values(), *([cls] if _is_script(cls) else [])]
 
-# %% ../../nbs/415_state.rewind.ipynb #bd52ad1c
+# %% ../../nbs/415_state.rewind.ipynb #2cd23623
 def _of_generator(get, put, o):
     state = get(o)
     return partial(put, o, state),()
@@ -150,7 +150,7 @@ def _kept(o, memory):
     if hasattr(o, '__dict__'): inner.append(_of_object(o))
     return (lambda: [f() for f,_ in inner]),[x for _,its in inner for x in its]
 
-# %% ../../nbs/415_state.rewind.ipynb #a3f386e7
+# %% ../../nbs/415_state.rewind.ipynb #190a8927
 class Rewind:
     "What all objects that `roots` lead to hold, to be written back into them"
     def __init__(self,
@@ -173,7 +173,7 @@ class Rewind:
         for back in self.backs: back()
         set_global_random(self.random)
 
-# %% ../../nbs/415_state.rewind.ipynb #3775bff8
+# %% ../../nbs/415_state.rewind.ipynb #c3d1dfdb
 class _Scratch:
     "Files that are written, each with one beside it, named by `token`, that takes its place"
     def __init__(self, token): self.token,self.made,self.dirs,self.plain = token,set(),[],{k:getattr(os, k) for k in 'open replace mkdir unlink stat lstat chmod utime'.split()}
@@ -208,7 +208,7 @@ class _Scratch:
             for o in its:
                 with suppress(OSError): f(o)
 
-# %% ../../nbs/415_state.rewind.ipynb #0948057e
+# %% ../../nbs/415_state.rewind.ipynb #2fa60db7
 def _replacements(s):
     "Return triples of an object, the name of a function in it that has to do with files, and the function that takes its place"
     opened,mains = partial(s.open_, io.open),[o for o in (sys.modules['__main__'],) if 'open' in vars(o)]
@@ -217,7 +217,7 @@ def _replacements(s):
     by_torch = (torch,'load',lambda f, *args, **kw: load(s.path(f), *args, **kw)),(torch._C,'PyTorchFileWriter',partial(s.writer, writer))
     return [*((o,'open',opened) for o in (builtins,io,*mains)), *by_torch, *((os,k,f) for k,f in by_os.items())]
 
-# %% ../../nbs/415_state.rewind.ipynb #fe639606
+# %% ../../nbs/415_state.rewind.ipynb #e8789d7b
 @contextmanager
 def scratch_files(
     token:str='' # Part of the names of the files that are written; the same on all ranks
