@@ -43,6 +43,11 @@ class Evaluate(JobCallback):
         "Number the files of callbacks that save predictions"
         if self.phases.size>1 and self.phases.current.dl is not None:
             for cb in gathering(self.learn): number_files(cb, self.phases)
+    def after_loss(self):
+        "Set to 0 the loss of an evaluated batch all of whose targets on this rank are ignored: it is no number, and counts for nothing"
+        if self.learn.training or not self.reduction.kind[1] or not len(self.learn.yb) or self.learn.loss.ndim: return
+        n = normaliser(self.learn.loss_func, self.learn.yb[0])
+        if n is not None: self.learn.loss = torch.where(torch.as_tensor(n, device=self.learn.loss.device)>0, self.learn.loss, 0.)
     def after_batch(self):
         "Record size and loss of the batch"
         ph = self.phases.running

@@ -80,7 +80,7 @@ class DistributedTrainer(AgreeingCallback):
     def _init_state(self):
         super()._init_state()
         self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, own_report=None)
-        self.__dict__.update(_lean=False, compares=False)
+        self.__dict__.update(_lean=False, compares=False, _dropped=False)
 
     @property
     def size(self):
@@ -185,6 +185,9 @@ def wrap(self:DistributedTrainer):
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(self.learn.dls.train, StepDL)))
     self.weigh.wrap()
     self.compares = self.desync_check and self.size>1
+    if self._dropped: self.phases.warn_once('dropped', 'An error ended a step of an earlier fit, and ranks forgot its gradients; one process would add them to those of the first step of this fit. '
+        'HINT: learn.opt.zero_grad() after an error does so in one process too')
+    self._dropped = False
     if self.size>1 and not self._said and self.job.world.rank==0: print(self._startup())
     self._said = True
 
@@ -266,9 +269,16 @@ def _whole_again(self:DistributedTrainer):
         learn.model,self._fitting = model,False
         self.layout.give_up()
         self.unwrap()
-        if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
+        self._drop_grads(learn.opt)
         raise
     finally: self._events.vote = None
+
+@patch
+def _drop_grads(self:DistributedTrainer, opt):
+    "Forget the gradients of an unfinished step, which some ranks have and some have not"
+    if opt is None: return
+    self._dropped = any(p.grad is not None and p.grad.any() for p,*_ in opt.all_params())
+    opt.zero_grad()
 
 # %% ../../nbs/539_train.trainer.ipynb #5c3e19a9
 @patch
