@@ -266,19 +266,16 @@ def _whole_again(self:DistributedTrainer):
     learn,model = self.learn,self.learn.model
     try: yield
     except BaseException:
-        learn.model,self._fitting = model,False
+        learn.model,self._fitting,self._dropped = model,False,any(map(_has_grad, learn.opt.all_params().itemgot(0) if learn.opt else []))
         self.layout.give_up()
         self.unwrap()
-        self._drop_grads(learn.opt)
+        if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
         raise
     finally: self._events.vote = None
 
-@patch
-def _drop_grads(self:DistributedTrainer, opt):
-    "Forget the gradients of an unfinished step, which some ranks have and some have not"
-    if opt is None: return
-    self._dropped = any(p.grad is not None and p.grad.any() for p,*_ in opt.all_params())
-    opt.zero_grad()
+def _has_grad(p):
+    g = p.grad.to_local() if hasattr(p.grad, 'to_local') else p.grad
+    return g is not None and bool(g.any())
 
 # %% ../../nbs/539_train.trainer.ipynb #5c3e19a9
 @patch
