@@ -140,6 +140,16 @@ def test_nothing_is_left_behind(k):
     before = on_ranks(lambda rank: audited(rank, right[k], audit=0) and sorted(map(str, Path().rglob('*'))), join=False)[0]
     for *same,files in on_ranks(partial(both, make=right[k]), join=False): assert same==[True]*5 and files==before
 
+class Small(Module):
+    def __init__(self): self.l = nn.Linear(6,1)
+    def forward(self, x):
+        if len(x)>bs: raise ValueError('only small batches')
+        return self.l(x)
+
+def test_a_script_that_one_process_cannot_run_goes_on():
+    for learn in on_ranks(lambda rank: (a := audited(rank, partial(learner, Small)).audit) and (a.ok, a.note), join=False):
+        assert learn==(False,'One process fails in these steps: ValueError: only small batches')
+
 def test_a_number_of_steps_is_asked_for(monkeypatch):
     with pytest.raises(OptionError, match='number of steps'): learner().to_distributed(audit='all')
     monkeypatch.setenv('FASTDIST_AUDIT', '1')

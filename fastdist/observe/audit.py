@@ -14,7 +14,7 @@ knows a cause."""
 # %% auto #0
 __all__ = ['step_values', 'Audit', 'audited_steps', 'Replays', 'sharded', 'unsharded', 'compare_all', 'origin_of', 'Auditor']
 
-# %% ../../nbs/613_observe.audit.ipynb #29418c2b
+# %% ../../nbs/613_observe.audit.ipynb #c244bf24
 import math,os,sys,warnings
 from contextlib import contextmanager,nullcontext
 from itertools import takewhile
@@ -24,6 +24,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
+from fastai.data.load import DataLoader
 from ..job.errors import *
 from ..job.callbacks import *
 from ..comm.rank0 import *
@@ -41,7 +42,7 @@ from .watch import *
 from .compare import *
 from .origin import *
 
-# %% ../../nbs/613_observe.audit.ipynb #6a78b903
+# %% ../../nbs/613_observe.audit.ipynb #db3ab635
 _of_place = 'iter','n_iter','epoch','n_epoch','loss','dl','training' # what ranks have another of within a step, or what is compared under a name of its own
 _of_window = 'loss','learn.smooth_loss','Recorder.smooth_loss','Recorder.losses' # what is a rank's own until an epoch's training ends, where batches accumulate
 
@@ -55,13 +56,13 @@ def step_values(
     held = [('', s['attrs']), ('learn.', {k:v for k,v in s['at'].items() if k.partition('.')[0] not in _of_place}), ('', cbs)]
     return copied(dict(learner_state(learn)) | {n:v for o in held for n,v in _flat(*o).items()}, 'cpu')
 
-# %% ../../nbs/613_observe.audit.ipynb #6a393c67
+# %% ../../nbs/613_observe.audit.ipynb #7f9c3395
 def _validation(ex):
     "Return the metrics and predictions of the batches of validation in the excerpt `ex`"
     names = ifnone(getattr(getattr(ex.learn, 'recorder', None), 'metric_names', None), [])
     return {f'{n} of the validation':v for n,v in zip(names, ex.logged) if n not in ('epoch','time','train_loss')}
 
-# %% ../../nbs/613_observe.audit.ipynb #431687ac
+# %% ../../nbs/613_observe.audit.ipynb #7da7c9f3
 @dataclass
 class Audit:
     "Report of an audit: `ok`, the `first` value that differs and its `origin`, and `rows` of all that was compared"
@@ -81,7 +82,7 @@ class Audit:
     @property
     def ok(self):
         "Whether nothing differs that was compared"
-        return self.first is None
+        return self.size==1 or bool(self.compared) and self.first is None
     def table(self):
         "Return all rows as a `DataFrame`"
         return pd.DataFrame([vars(o) for o in self.rows])
@@ -101,13 +102,13 @@ class Audit:
         return f'Random on ranks: {", ".join(self.draws[:5])}{" and others" if len(self.draws)>5 else ""}. {left} values depend on it and were not compared'
     def _repr_pretty_(self, p, cycle): p.text(str(self))
 
-# %% ../../nbs/613_observe.audit.ipynb #e846819a
+# %% ../../nbs/613_observe.audit.ipynb #3b4facc0
 def _count(n): return f'{n} step{"s" if n>1 else ""}'
 def _by(row):
     if row.values: return 'with {1:.6g} on rank 0 instead of {0:.6g}'.format(*row.values)
     return f'by {row.gap:.2g} of its size' if math.isfinite(row.gap) else 'with another value or shape'
 
-# %% ../../nbs/613_observe.audit.ipynb #0dab636c
+# %% ../../nbs/613_observe.audit.ipynb #7eb11b89
 def audited_steps(
     audit, # As in `distrib_ctx`, `None` where nothing was said
     env:dict # Environment
@@ -117,13 +118,18 @@ def audited_steps(
     if str(int(said) if isinstance(said, bool) else said or 0).isdigit(): return int(said or 0)
     raise OptionError('FASTDIST_AUDIT' if audit is None else 'audit', said, 'HINT: the number of steps to compare, such as 3; 0 for none')
 
-# %% ../../nbs/613_observe.audit.ipynb #1dcea84c
+# %% ../../nbs/613_observe.audit.ipynb #bc254283
 class Replays:
     "The first steps of a fit, made by rank 0 alone and by all ranks; the Learner is as before after each"
     def __init__(self,
         trainer:DistributedTrainer, # Whose Learner is about to fit; its model is whole
         k:int # Steps, and batches of validation
-    ): self.trainer,self.k,self.there,self.token = trainer,k,Rewind(trainer.learn),broadcast_obj(f'fastdist-{os.getpid()}')
+    ): self.trainer,self.k,self.cut,self.there,self.token = trainer,k,1,Rewind(trainer.learn),broadcast_obj(f'fastdist-{os.getpid()}')
+
+    def _begin(self):
+        "Set the random states of the beginning, and smaller batches where those of one process do not fit"
+        set_global_random(self.there.random)
+        for dl in self.trainer.learn.dls.loaders if self.cut>1 else []: dl.bs = dl.bs//self.cut
 
     def alone(self,
         *how # For each replay a context manager that is called with the Learner
@@ -134,8 +140,8 @@ class Replays:
             try:
                 with scratch_files(self.token),quietly(t.learn),warnings.catch_warnings():
                     warnings.simplefilter('ignore') # what there is to be said ranks say
+                    self._begin()
                     as_one_process(t.learn, t.size, t.phases.of_rank, t.job.live.accumulate)
-                    set_global_random(self.there.random)
                     with o(t.learn): res.append(replay(t.learn, Excerpt(self.k, step_values)))
             finally: self.there.restore()
         return res
@@ -149,12 +155,14 @@ class Replays:
         def values(learn):
             with t.layout.whole(learn): return {} if rank else step_values(learn)
         try:
-            with sharded(t),scratch_files(self.token),quietly(learn),how(learn): return replay(learn, Excerpt(self.k, values), t._on_with_events)
+            with sharded(t),scratch_files(self.token),quietly(learn),how(learn):
+                self._begin()
+                return replay(learn, Excerpt(self.k, values), t._on_with_events)
         finally:
             t._said = said
             self.there.restore()
 
-# %% ../../nbs/613_observe.audit.ipynb #aa2377a9
+# %% ../../nbs/613_observe.audit.ipynb #cc00954c
 @contextmanager
 def _turned(trainer, begin, end):
     plan,trainer.layout.plan = trainer.layout.plan,replace(trainer.layout.plan, keep=False)
@@ -178,7 +186,7 @@ def unsharded(
     l = trainer.layout
     return _turned(trainer, l.leave, l.enter) if l.gathers else nullcontext()
 
-# %% ../../nbs/613_observe.audit.ipynb #85ead923
+# %% ../../nbs/613_observe.audit.ipynb #5b67c869
 def _floor(learn):
     "Return the relative difference that rounding always explains, in the lowest precision in which `learn` computes"
     dtypes = {p.dtype for p in learn.model.parameters()} | {getattr(torch, 'bfloat16' if mp.amp_mode.value=='bf16' else 'float16') for mp in learn._grab_cbs(MixedPrecision)}
@@ -200,7 +208,7 @@ def compare_all(
     rows += compare_step(n-1, *map(_validation, (one,other,many)), bool(draws), floor)
     return rows+([] if n==len(many.steps) else [Row(len(many.steps), 'the number of steps', math.inf, 0., True, values=(n,len(many.steps)))])
 
-# %% ../../nbs/613_observe.audit.ipynb #4f46d231
+# %% ../../nbs/613_observe.audit.ipynb #2befb830
 def _between(learn):
     "Return in words what runs between the loss and the gradients"
     hooks = [f'a hook on {n}' for n,p in own_params(learn).items() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -223,7 +231,7 @@ def origin_of(
     if row.name=='loss': return ' Predictions are the same, so it begins in the loss, or in a callback that changes it.'
     return _between(learn) if row.name.startswith('gradient of') else ''
 
-# %% ../../nbs/613_observe.audit.ipynb #2dfc2962
+# %% ../../nbs/613_observe.audit.ipynb #33014098
 class Auditor:
     "Compares the first `k` steps of a fit on ranks with those of one process, before the fit"
     def __init__(self,
@@ -249,13 +257,23 @@ class Auditor:
 
     def _report(self, trainer):
         with trainer.job.together(lambda: 'the audit before a fit'),unsharded(trainer):
-            runs,draws = Replays(trainer, self.k),Draws()
-            alone = rank0_alone(runs.alone, draws.watching, nudged, name='audit')
-            many,learn = runs.together(),trainer.learn
+            runs,draws,learn = Replays(trainer, self.k),Draws(),trainer.learn
+            alone,e = self._alone(runs, draws)
+            if e: return Audit(trainer.size, note=f'One process fails in these steps: {e}')
+            many = runs.together()
             rows = alone and compare_all(learn, *alone, many, draws.names, trainer.job.live.accumulate>1)
-            res = broadcast_obj(alone and Audit(trainer.size, rows, [str(o) for o in draws.names]))
-            if not res.ok: res.origin = broadcast_obj(self._origin(runs, res, many))
+            res = broadcast_obj(alone and Audit(trainer.size, rows, [str(o) for o in draws.names], note=_of_cut(runs.cut, learn)))
+            if res.first: res.origin = broadcast_obj(self._origin(runs, res, many))
             return res
+
+    def _alone(self, runs, draws):
+        "Return the excerpts of one process, `None` on other ranks than 0, and its error in words; with smaller batches where its memory ends"
+        while True:
+            res,e,fits = rank0_alone(_tried, partial(runs.alone, draws.watching, nudged), name='audit') or (None,'',True)
+            e,fits = broadcast_obj((e, fits))
+            smallest = min([getattr(dl, 'bs', None) or 0 for dl in runs.trainer.learn.dls.loaders if isinstance(dl, DataLoader)], default=0)
+            if fits or smallest<2*runs.cut: return res,e
+            runs.cut *= 2
 
     def _origin(self, runs, report, many):
         points,row,learn = [],report.first,runs.trainer.learn
@@ -266,3 +284,13 @@ class Auditor:
         if not ranks: return
         found = first_apart([o for o in takewhile(lambda o: o[0] not in report.draws, points[0])], ranks, max(1e-4, 30*min(row.rounding, 1e-3)))
         return origin_of(learn, row, found, report.size)
+
+# %% ../../nbs/613_observe.audit.ipynb #f6afba73
+def _tried(f):
+    "Return the result of `f`, its error in words, and whether its memory sufficed"
+    try: return f(),'',True
+    except Exception as e: return None,f'{type(e).__name__}: {e}',not isinstance(e, (MemoryError,torch.OutOfMemoryError))
+
+def _of_cut(cut, learn):
+    bs = getattr(learn.dls.train, 'bs', None)
+    return '' if cut==1 else f'The batch of all ranks does not fit one process, so batches of {bs//cut} samples a rank were taken instead of {bs}'

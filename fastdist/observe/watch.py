@@ -11,7 +11,7 @@ Here a listener is told when each of them begins and when it ends, under the nam
 # %% auto #0
 __all__ = ['line_of', 'Place', 'watched', 'Draws']
 
-# %% ../../nbs/610_observe.watch.ipynb #a44d8869
+# %% ../../nbs/610_observe.watch.ipynb #aacbefe5
 import inspect,random,sys,zlib,fasttransform.transform,fastai.data.core
 from contextlib import ExitStack,contextmanager
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
@@ -21,7 +21,7 @@ from fastai.callback.core import _inner_loop
 from ..evaluate.loss import *
 from ..train.proxy import *
 
-# %% ../../nbs/610_observe.watch.ipynb #251f78d2
+# %% ../../nbs/610_observe.watch.ipynb #52b20969
 def line_of(
     o # A function, method or class
 )->str: # Empty where there is no source
@@ -47,7 +47,7 @@ class Place(str):
         file = getattr(sys.modules.get(getattr(code, '__module__', '')), '__file__', None) or ''
         return '' if 'site-packages' in file or not line_of(code) else f' ({line_of(code)})'
 
-# %% ../../nbs/610_observe.watch.ipynb #452a8282
+# %% ../../nbs/610_observe.watch.ipynb #1ce20e05
 def _modules(learn):
     loss = loss_module(learn.loss_func)
     return {id(m):Place(f'{name}.{n}' if n else name, m) for name,top in (('loss',loss), ('model',own_model(learn))) for n,m in top.named_modules()}
@@ -58,7 +58,7 @@ def _watch_modules(learn, enter, leave, stack):
     def after(m, args, out): id(m) in names and leave(names[id(m)], out)
     for h in (register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)): stack.callback(h.remove)
 
-# %% ../../nbs/610_observe.watch.ipynb #9fdf0def
+# %% ../../nbs/610_observe.watch.ipynb #08599905
 def _tfm_name(f):
     if type(f) is Transform: f = first(o for o in vars(f).values() if isinstance(o, partial)) or f
     while isinstance(f, partial): f = f.func
@@ -78,7 +78,7 @@ def _watch_transforms(enter, leave, stack):
         stack.callback(setattr, o, 'compose_tfms', o.compose_tfms)
         o.compose_tfms = compose
 
-# %% ../../nbs/610_observe.watch.ipynb #3ce30bf4
+# %% ../../nbs/610_observe.watch.ipynb #122b66ad
 def _watched_method(cb, k, enter, leave):
     f = getattr(cb, k)
     p = Place(f'{type(cb).__name__}.{k}', f)
@@ -110,7 +110,7 @@ def watched(
         _watch_callbacks(learn, enter, leave, stack)
         yield
 
-# %% ../../nbs/610_observe.watch.ipynb #f96e4a2b
+# %% ../../nbs/610_observe.watch.ipynb #d9edb26c
 def _generators():
     py,npy = random.getstate()[1],np.random.get_state()
     cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b''
@@ -150,4 +150,5 @@ class Draws:
     ):
         "Return a context manager in which draws of `learn` are noted"
         edges = _Edge(self, -10_000, False),_Edge(self, 9_999, True)
+        self.stack,self.last = [],None
         with learn.added_cbs(edges),watched(learn, self.enter, self.leave): yield self
