@@ -26,11 +26,15 @@ from .job.world import *
 from .job.group import *
 from .job.options import *
 from .comm.rank0 import *
+from .comm.rng import *
 from .data.loader import *
 from .train.proxy import *
 from .train.lean import *
 from .train.trainer import *
 from .observe.audit import *
+
+# %% ../nbs/700_learner.ipynb #b9c02db9
+with suppress(WorldError): start_alike(launch_token(os.environ))
 
 # %% ../nbs/700_learner.ipynb #74ece329
 @patch

@@ -1,5 +1,5 @@
 "Train on digits as a user would, and write down what this rank saw: `report.py FOLDER`, started by any launcher"
-import json,sys
+import json,random,sys
 from fastai.basics import *
 from sklearn.datasets import load_digits
 from fastdist import *
@@ -14,6 +14,7 @@ def gloo_threads():
     return [o for o in Path('/proc/self/task').glob('*/comm') if 'gloo' in o.read_text()]
 
 def train(out):
+    start = random.random()
     set_seed(1)
     xs,ys = load_digits(return_X_y=True)
     data = [(torch.tensor(x).float()/16, int(y)) for x,y in zip(xs, ys)]
@@ -22,7 +23,7 @@ def train(out):
     with learn.distrib_ctx(in_notebook=True):
         w = this_world()
         learn.fit(1, 1e-2, cbs=Count())
-    trained = dict(weights=[p.tolist() for p in learn.model.parameters()], values=[list(o) for o in learn.recorder.values], seen=learn.n_seen)
+    trained = dict(weights=[p.tolist() for p in learn.model.parameters()], values=[list(o) for o in learn.recorder.values], seen=learn.n_seen, start=start)
     res = dict(rank=w.rank, size=w.size, source=w.source, left=len(gloo_threads())) | trained
     Path(f'{out}/{w.rank}.json').write_text(json.dumps(res))
 

@@ -19,6 +19,7 @@ def check(source, path):
     a,b = [json.loads((path/f'{i}.json').read_text()) for i in range(2)]
     assert (a['size'],b['size'],a['source'],b['source'])==(2,2,source,source)
     assert a['weights']==b['weights'] and a['values']==b['values']
+    if source in ('torchrun','accelerate launch'): assert a['start']==b['start'], 'an unseeded state'
     assert (a['seen'],b['seen'])==(500,500)
     assert (a['left'],b['left'])==(0,0)
 

@@ -13,7 +13,8 @@ have for that moment only. After the fit all ranks go on from rank 0's state, af
 
 # %% auto #0
 __all__ = ['generator_kinds', 'global_random', 'set_global_random', 'loader_and_samplers', 'loader_random', 'set_loader_random',
-           'rank0_random', 'own_random', 'RandomStream', 'drawn_alike', 'kept_random']
+           'rank0_random', 'own_random', 'RandomStream', 'drawn_alike', 'kept_random', 'has_seed', 'unseeded',
+           'start_alike']
 
 # %% ../../nbs/111_comm.rng.ipynb #d7dfc66f
 import random,torch,zlib,numpy as np
@@ -157,3 +158,53 @@ def kept_random(
     finally:
         set_global_random(before)
         for dl,o in zip(dls, own): set_loader_random(dl, o)
+
+# %% ../../nbs/111_comm.rng.ipynb #2da217a0
+_places,_start = np.arange(624, dtype=np.uint32),np.random.RandomState(19650218).get_state()[1] # the state in which Python stirs a key
+
+def _stirred(s, by): return (s^s>>30)*np.uint32(by)
+
+def _untwisted(s):
+    "Return words 228 to 623 as they were before the generator made 624 numbers, after which it has `s`"
+    t = s[227:]^s[:397]
+    odd = t>>31
+    y = (t^odd*np.uint32(0x9908b0df))<<1|odd
+    return y[1:]&np.uint32(1<<31)|y[:-1]&np.uint32((1<<31)-1)
+
+def has_seed(
+    state:tuple # Of Python's generator, after 624 numbers of 32 bits at most
+)->bool:
+    "Return whether the generator in `state` began from a seed, not from the system's randomness"
+    s,at = np.array(state[1][:624], dtype=np.uint32),state[1][624]
+    s = s[228:] if at==624 and s[0]==1<<31 else _untwisted(s)
+    s = (s[1:]+_places[229:])^_stirred(s[:-1], 1566083941)
+    key = s[1:]-(_start[230:]^_stirred(s[:-1], 1664525))
+    return any((key[n:]==key[:-n]).all() for n in range(1, len(key)//2))
+
+# %% ../../nbs/111_comm.rng.ipynb #1b1ae529
+def _new_python():
+    state = random.getstate()
+    s,*_,at = state[1]
+    drawn_by_imports = 8 # at most
+    return (at<=drawn_by_imports or at==624 and s==1<<31) and not has_seed(state)
+
+def _new_numpy():
+    _,s,at,*_ = np.random.get_state()
+    return at==623 and s[0]==1<<31
+
+def _new_torch():
+    g = torch.default_generator
+    seed = g.initial_seed()
+    return seed>>32 and torch.equal(g.get_state(), torch.Generator().manual_seed(seed).get_state())
+
+# %% ../../nbs/111_comm.rng.ipynb #fa5c513b
+def unseeded()->list: # Functions that seed them
+    "Return the seed functions of those global generators that nobody has seeded, and from which only imports have drawn"
+    kinds = (random.seed,_new_python),(np.random.seed,_new_numpy),(torch.default_generator.manual_seed,_new_torch)
+    return [seed for seed,is_new in kinds if is_new()]
+
+def start_alike(
+    token:str # The same on all ranks, another one at each launch; `None` where there is none
+):
+    "Seed the `unseeded` generators of Python, numpy and torch's CPU from `token`"
+    for f in unseeded() if token else (): f(zlib.crc32(token.encode()))

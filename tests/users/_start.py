@@ -83,7 +83,8 @@ def fork_ranks(path, text, n):
     job = dict(WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, GROUP_RANK=0, GROUP_WORLD_SIZE=1, MASTER_ADDR='127.0.0.1', MASTER_PORT=free_port(), TORCHELASTIC_RUN_ID='users')
     for rank in range(n):
         if os.fork(): continue
-        os.environ.update({k:str(v) for k,v in (job|dict(RANK=rank, LOCAL_RANK=rank)).items()})
+        own = dict(RANK=rank, LOCAL_RANK=rank, TORCHELASTIC_ERROR_FILE=f'{os.getcwd()}/users_0/attempt_0/{rank}/error.json')
+        os.environ.update({k:str(v) for k,v in (job|own).items()})
         os._exit(code_of(script, path, text))
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(n)]
     os._exit(next((abs(o) for o in codes if o), 0))
