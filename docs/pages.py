@@ -30,10 +30,17 @@ def run(
         shutil.copyfile(src, dst)
     names = '|'.join(re.escape(o.name) for o in todo.values())
     cmd = [str(Path(sys.executable).with_name('nbdev-test')), str(made), '--save', '--n-workers', str(workers), '--file-re', f'^({names})$']
-    env = dict(OMP_WAIT_POLICY='passive')|os.environ # threads of notebooks side by side that spin take the cores from each other
-    if not subprocess.run(cmd, cwd=root, env=env).returncode: return [o.touch() for o in todo.values()]
+    env = dict(OMP_WAIT_POLICY='passive', FASTDIST_AUDIT='1')|os.environ # threads of notebooks side by side that spin take the cores from each other
+    failed = subprocess.run(cmd, cwd=root, env=env).returncode or any(map(_differs, todo.values()))
+    if not failed: return [o.touch() for o in todo.values()]
     for o in todo.values(): o.unlink()
     raise RuntimeError(f'A page failed in the build. HINT: run `nbdev-test` on it; one of {sorted(o.stem for o in todo.values())}')
+
+def _differs(path):
+    "Return whether the audit has found a difference in a fit of the notebook at `path`, and print it"
+    found = [line for c in read_nb(path).cells for o in c.get('outputs', []) for line in ''.join(o.get('text', '')).splitlines() if 'ranks differ from one process, first in' in line]
+    if found: print(path.stem, *found, sep='\n')
+    return bool(found)
 
 def _directives(cell): return set(re.findall(r'^#\|\s*(\w+)', cell.source, re.M))
 
@@ -42,7 +49,7 @@ def _cleaned(cell):
     if _directives(cell)&{'hide','default_exp'}: return
     cell.metadata = {} # of times, which nbformat refuses
     for o in cell.get('outputs', []):
-        if 'text' in o: o['text'] = re.sub(r'[^\n]*\r', '', ''.join(o['text']))
+        if 'text' in o: o['text'] = re.sub(r'[^\n]*\r|^(?:fastdist audit|Random on ranks): .*\n?', '', ''.join(o['text']), flags=re.M) # each page is audited
     cell.source = re.sub(r'^#\|.*\n?', '', cell.source, flags=re.M).strip()
     return cell if cell.source else None
 
