@@ -74,6 +74,7 @@
 - `fastdist.state.fits`: A Learner counts its fits with a path, and each is described by what the script gives it
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
 - `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
+- `fastdist.state.held`: What callbacks, modules and the loss hold beside the model, compared between ranks
 - `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
 - `fastdist.state.packing`: Nested values as what torch reads without pickle, many scalars as one tensor
 - `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state

@@ -173,6 +173,6 @@ def drop(self:Replicated):
 
 # %% ../../nbs/515_train.ddp.ipynb #743ab24a
 @patch
-def compare(self:Replicated, learn, when):
+def compare(self:Replicated, learn, when, beside=None):
     "Raise `DesyncError` on all ranks unless model, loss and optimizer are the same to the bit"
-    compare_replicas(learner_state(learn), when, more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.')
+    return compare_replicas(learner_state(learn), when, more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.', beside=beside)

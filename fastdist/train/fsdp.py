@@ -172,6 +172,6 @@ def comparable(self:Sharded, learn):
     return {k:v for k,v in learner_state(learn).items() if of(k) not in mine}
 
 @patch
-def compare(self:Sharded, learn, when):
+def compare(self:Sharded, learn, when, beside=None):
     "Raise `DesyncError` on all ranks unless what each of them holds whole is the same to the bit"
-    compare_replicas(self.comparable(learn), when, more=' desync_check=False lets them differ.')
+    return compare_replicas(self.comparable(learn), when, beside=beside, more=' desync_check=False lets them differ.')

@@ -210,9 +210,11 @@ def comparable(self:Layout,
 @patch
 def compare(self:Layout,
     learn:Learner, # Its model, loss and optimizer are compared
-    when:str # In words, for the message
-):
+    when:str, # In words, for the message
+    beside:dict=None # What ranks may hold otherwise, compared in the same collective
+)->list: # `beside` of each rank, empty where all have the same
     "Raise `DesyncError` on all ranks unless they hold what they should"
+    return []
 
 # %% ../../nbs/512_train.layout.ipynb #e074bb48
 @patch

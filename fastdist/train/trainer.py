@@ -39,6 +39,7 @@ from ..data.loader import *
 from ..evaluate.reduction import *
 from ..evaluate.evaluate import *
 from ..state.resume import *
+from ..state.held import *
 from .context import *
 from .process import *
 from .accumulate import *
@@ -59,7 +60,7 @@ from .lr_find import *
 class DistributedTrainer(AgreeingCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = 'job','_events','phases','layout','weigh','evaluate','own_report'
+    _stateattrs = 'job','_events','phases','layout','weigh','evaluate','own_report','held'
     rehearsal = noop # called with the trainer before each fit
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
@@ -79,7 +80,7 @@ class DistributedTrainer(AgreeingCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, own_report=None)
+        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, own_report=None, held=None)
         self.__dict__.update(_lean=False, compares=False, _dropped=False)
 
     @property
@@ -139,6 +140,7 @@ def _make_parts(self:DistributedTrainer, w, plan):
     weights = Weights(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, weights=weights)
     self.weigh,self.evaluate = Weigh(layout=self.layout, sync_each=job.live.sync_each, **parts),Evaluate(reduction=weights.reduction, **parts)
+    self.held = Held(learn, w.rank)
     job.help(self.weigh, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
@@ -283,7 +285,10 @@ def _in_phase(self:DistributedTrainer, run, f, event_type, *args):
     with self.phases.room():
         run(f, event_type, *args)
         self.layout.rest()
-        if event_type=='train' and self.compares: self.layout.compare(self.learn, f'at the end of training in epoch {self.learn.epoch}')
+        if event_type=='train' and self.compares: self._compare(f'at the end of training in epoch {self.learn.epoch}')
+
+@patch
+def _compare(self:DistributedTrainer, when): self.held.tell(self.layout.compare(self.learn, when, self.held.table()), when)
 
 @patch
 def _where(self:DistributedTrainer): return loop_place(self.learn)

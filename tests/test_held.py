@@ -1,0 +1,124 @@
+"What callbacks, modules and the loss hold beside the model is compared at the end of an epoch's training, and named where ranks differ"
+import time,warnings,pytest
+from collections import Counter
+from fastcore.test import test_eq
+from fastai.basics import *
+from fastdist import *
+from fastdist.job.fork import *
+from collectives import counting
+
+class Critic(Callback):
+    "A second model with an optimizer of its own"
+    averages = False
+    def __init__(self): self.net,self.steps = nn.Linear(3,1),0
+    def before_fit(self): self.opt_c = torch.optim.Adam(self.net.parameters(), .1)
+    def after_pred(self):
+        if not self.training: return
+        self.opt_c.zero_grad()
+        self.net(self.x).square().mean().backward()
+        if self.averages: self._average()
+        self.opt_c.step()
+        self.steps += 1
+    def _average(self):
+        for p in self.net.parameters(): p.grad /= num_distrib()*(1 if torch.distributed.all_reduce(p.grad) else 1)
+
+class Averaged(Critic): averages = True
+
+class Counts(Callback):
+    "Hits and hard examples of the rank, and its losses"
+    def __init__(self): self.hits,self.hard,self.losses = 0,[],[]
+    def after_loss(self): self.losses.append(self.loss.item())
+    def after_batch(self):
+        err = (self.pred-self.y).abs().flatten()
+        self.hits += (err<.5).sum().item()
+        self.hard += self.x[err>.8,0].tolist()
+
+class Centred(nn.Module):
+    "Moves a centre along with its inputs, and shows the features of the last batch"
+    def __init__(self):
+        super().__init__()
+        self.lin,self.center = nn.Linear(3,1),torch.zeros(3)
+    def forward(self, x):
+        self.feats = x.detach()
+        self.center = .9*self.center+.1*x.mean(0)
+        return self.lin(x)
+
+class Quiet(Callback):
+    "What is everybody's, what is of the last batch, and what is a rank's own by its name, by the clock, by a draw or for a collective"
+    def __init__(self): self.losses,self.n,self.seconds,self.lams,self.total,self._mine,self.rank,self.best = [],0,0.,[],0.,0,rank_distrib(),None
+    def before_batch(self): self.t0,self.last = time.perf_counter(),self.x.mean().item()
+    def before_fit(self): self.lams.append(np.random.rand())
+    def after_loss(self): self.own = self.loss.item()
+    def after_batch(self):
+        self.losses.append(self.loss.item())
+        self.n += 1
+        self.best = min(self.loss.item(), self.best or 9)
+        self._mine += self.pred.sum().item()
+    def after_step(self): self._time()
+    def _time(self): self.seconds += time.perf_counter()-self.t0
+    def after_cancel_batch(self): self.total += self.pred.sum().item()
+    def after_epoch(self): torch.distributed.all_reduce(tensor(self.total))
+
+class Features(Callback):
+    def after_pred(self): self.acts = self.pred
+    def before_epoch(self): self.start = time.time()
+
+class Average(Callback):
+    "A moving average of the weights"
+    def before_fit(self): self.avg = deepcopy(self.model)
+    def after_step(self):
+        for a,p in zip(self.avg.parameters(), self.model.parameters()): a.data.lerp_(p.data, .1)
+
+def learner(*cbs, model=None, **kw):
+    set_seed(3)
+    data = [(torch.randn(3), torch.randn(1)) for _ in range(44)]
+    dls = DataLoaders.from_dsets(data[:36], data[36:], bs=4, num_workers=0, device='cpu')
+    return Learner(dls, model or nn.Linear(3,1), loss_func=MSELossFlat(), cbs=[o() for o in cbs], **kw)
+
+def told(*cbs, model=None, epochs=2, **kw):
+    "The warnings of a fit about what differs"
+    learn = learner(*cbs, model=model and model())
+    with warnings.catch_warnings(record=True) as ws, learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+        warnings.simplefilter('always')
+        learn.fit(epochs, 1e-2)
+    return [str(w.message).removeprefix("Ranks differ in ") for w in ws if str(w.message).startswith('Ranks differ in ')]
+
+ways = pytest.mark.parametrize('n,shard', [(2,False),(3,False),(2,True)])
+
+@ways
+def test_critic(n, shard):
+    "A critic with gradients of its rank is named, with its optimizer; one with averaged gradients is not"
+    first,*others = on_ranks(lambda rank: told(Critic, shard=shard), n)
+    opt,net = sorted(first, key=lambda o: o.startswith('Critic.net'))
+    assert opt.startswith('Critic.opt_c.state.') and net.startswith('Critic.net.weight (test_held.py:') and not any(others), (first,others)
+    assert 'from rank 0' in net and 'in 3 of 3 elements by up to' in net and 'average its gradients before its step' in net
+    assert on_ranks(lambda rank: told(Averaged, *([] if shard else [Average]), shard=shard), n)==[[]]*n
+
+@ways
+def test_counts(n, shard):
+    "Counts of a rank's samples, and its losses, are named once with both values"
+    first,*others = on_ranks(lambda rank: told(Counts, shard=shard), n)
+    assert {o.split()[0] for o in first}=={'Counts.hits','Counts.hard','Counts.losses'} and len(first)==3 and not any(others), (first,others)
+    assert all('HINT: let what is counted be a metric' in o and 'epoch 0' in o for o in first), first
+
+@ways
+def test_module(n, shard):
+    "A centre that a module moves along is named, the features of the last batch are not"
+    first,*others = on_ranks(lambda rank: told(model=lambda: nn.Sequential(Centred()), shard=shard), n)
+    assert [o.split()[0] for o in first]==['model.0.center'] and not any(others), (first,others)
+
+@ways
+def test_silent(n, shard):
+    "What is the same on all ranks, or a rank's own, is not named"
+    assert on_ranks(lambda rank: told(Quiet, Features, *([] if shard else [Average]), shard=shard), n)==[[]]*n
+
+def _ran(rank, *cbs, **kw):
+    with counting() as ran: told(*cbs, **kw)
+    return ran
+
+def test_cost():
+    "What agrees travels in the collective that compares the model; what was told of is not compared again"
+    cases = ([],2),([Quiet,Average],2),([],4),([Counts],2),([Counts],4)
+    plain,held,longer,named,longer_named = [on_ranks(lambda rank: _ran(rank, *cbs, epochs=n), join=False)[0] for cbs,n in cases]
+    test_eq(held-plain, Counter({'c10d::allreduce_':2})) # of Quiet, one an epoch
+    test_eq(longer_named-named, longer-plain)
