@@ -2202,6 +2202,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.state.held.carried': ('state.held.html#carried', 'fastdist/state/held.py'),
                                      'fastdist.state.held.further_state': ('state.held.html#further_state', 'fastdist/state/held.py'),
                                      'fastdist.state.held.held_values': ('state.held.html#held_values', 'fastdist/state/held.py'),
+                                     'fastdist.state.held.is_rank_own': ('state.held.html#is_rank_own', 'fastdist/state/held.py'),
                                      'fastdist.state.held.rank_names': ('state.held.html#rank_names', 'fastdist/state/held.py'),
                                      'fastdist.state.held.set_anew': ('state.held.html#set_anew', 'fastdist/state/held.py')},
             'fastdist.state.home': { 'fastdist.state.home._check_fits': ('state.home.html#_check_fits', 'fastdist/state/home.py'),

@@ -54,8 +54,8 @@ class Quiet(Callback):
         self.n += 1
         self.best = min(self.loss.item(), self.best or 9)
         self._mine += self.pred.sum().item()
-    def after_step(self): self._time()
-    def _time(self): self.seconds += time.perf_counter()-self.t0
+    def after_step(self): self._add(time.perf_counter()-self.t0)
+    def _add(self, s): self.seconds += s
     def after_cancel_batch(self): self.total += self.pred.sum().item()
     def after_epoch(self): torch.distributed.all_reduce(tensor(self.total))
 

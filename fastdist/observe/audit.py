@@ -33,6 +33,7 @@ from ..comm.collectives import *
 from ..state.values import *
 from ..state.snapshot import *
 from ..state.replicas import *
+from ..state.held import *
 from ..state.rewind import *
 from ..state.resume import *
 from ..train.proxy import *
@@ -52,7 +53,8 @@ def step_values(
 )->dict: # Name -> value
     "Return what must be the same on ranks and in one process: causes first, then effects"
     s = snapshot(learn, 'attrs', 'at', 'cbs')
-    cbs = {k:v for k,v in s['cbs'].items() if k not in ('Excerpt','Auditor','DistributedTrainer')}
+    own = {k:type(cb) for k,cb in named_callbacks(learn).items()}
+    cbs = {k:{a:v for a,v in vs.items() if not is_rank_own(own[k], a)} for k,vs in s['cbs'].items() if k not in ('Excerpt','Auditor','DistributedTrainer')}
     held = [('', s['attrs']), ('learn.', {k:v for k,v in s['at'].items() if k.partition('.')[0] not in _of_place}), ('', cbs)]
     return copied(dict(learner_state(learn)) | {n:v for o in held for n,v in _flat(*o).items()}, 'cpu')
 
