@@ -3578,6 +3578,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.train.trainer._asks_for_nothing': ( 'train.trainer.html#_asks_for_nothing',
                                                                                       'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._has_grad': ('train.trainer.html#_has_grad', 'fastdist/train/trainer.py'),
+                                        'fastdist.train.trainer._is_own': ('train.trainer.html#_is_own', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._warn_lone': ( 'train.trainer.html#_warn_lone',
                                                                                'fastdist/train/trainer.py')},
             'fastdist.train.units': { 'fastdist.train.units._Tree': ('train.units.html#_tree', 'fastdist/train/units.py'),

@@ -22,7 +22,7 @@ The trainer does little by itself. It joins the job, opens and closes phases, le
 __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/539_train.trainer.ipynb #5741cbd2
-import os
+import os,traceback
 from warnings import warn
 from contextlib import contextmanager
 from accelerate import Accelerator as HFAccelerator
@@ -267,13 +267,18 @@ def _whole_again(self:DistributedTrainer):
     "Restore the Learner after an error in this context"
     learn,model = self.learn,self.learn.model
     try: yield
-    except BaseException:
-        learn.model,self._fitting,self._dropped = model,False,any(map(_has_grad, learn.opt.all_params().itemgot(0) if learn.opt else []))
+    except BaseException as e:
+        learn.model,self._fitting,self._dropped = model,False,_is_own(e) and any(map(_has_grad, learn.opt.all_params().itemgot(0) if learn.opt else []))
         self.layout.give_up()
         self.unwrap()
         if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
         raise
     finally: self._events.vote = None
+
+def _is_own(e):
+    "Return whether `e` was raised by code of this rank, as one process would, and not where it waits for others"
+    *_,last = traceback.walk_tb(e.__traceback__)
+    return last[0].f_globals.get('__name__', '').partition('.')[0] not in ('torch','fastdist')
 
 def _has_grad(p):
     g = p.grad.to_local() if hasattr(p.grad, 'to_local') else p.grad

@@ -1,11 +1,11 @@
 # fails: (?i)(input|target) 0 of (training|validation) item
 # fails: (?i)seed
 # alone: no
-# A data set looks up its split when an item is read, and nobody seeded it: ranks would train on what others validate on
+# A data set looks up its split when an item is read, and it is drawn by each rank: ranks would train on what others validate on
 from fastai.vision.all import *
 from fastdist import *
 
-order = torch.randperm(200)
+order = torch.randperm(200, generator=torch.Generator().manual_seed(os.getpid()))
 class Part:
     def __init__(self, start, n): self.start,self.n = start,n
     def __len__(self): return self.n
