@@ -99,19 +99,22 @@ def _cut(xb, n, sl): return tuple(apply(lambda o: o[sl] if isinstance(o, torch.T
 
 def _draws(a, b): return len(a)!=len(b) or any(len(x)!=len(y) or not all(_near(s, t) for (s,_),(t,_) in zip(x, y)) for x,y in zip(a, b))
 
+def _differs(whole, a, b, c, n):
+    "Return the name of the first module that mixes, and whether all were called as often in the parts `a` and `b`"
+    told = {k for k,calls in whole.items() if len(calls)==len(a.get(k, []))==len(b.get(k, []))}
+    return first(k for k in whole if k in told and any(_mixes(*o, c, n) for o in zip(whole[k], a[k], b[k]))),len(told)==len(whole)
+
+# %% ../../nbs/312_evaluate.mixing.ipynb #7599a686
 def _first(copies, xb, n, training):
-    "Return the name of the first module that mixes the `n` samples in `xb`, or `None`, and whether that is sure; only what differs runs again, and in other parts"
+    "Return the name of the first module that mixes the `n` samples in `xb`, if any, and whether that is sure; only what differs is tried again"
     run = lambda sl: _outputs(copies, _cut(xb, n, sl), training)
-    whole,cs,found = run(slice(n)),sorted({n//3 or 1, n-(n//3 or 1)}),[]
-    for c in cs:
-        parts = run(slice(c)),run(slice(c,n))
-        get = lambda k: [o.get(k, []) for o in parts]
-        found.append(first(k for k,calls in whole.items() if all(len(p)==len(calls) for p in get(k)) and any(_mixes(*o, c, n) for o in zip(calls, *get(k)))))
-        if found[-1] is None: return None,len(found)==1 and all(len(p)==len(calls) for k,calls in whole.items() for p in get(k))
-        if len(found)>1: continue
-        again,ks = run(slice(n)),list(whole)
-        if any(_draws(whole[k], again.get(k, [])) for k in ks[:ks.index(found[0])+1]): return None,False
-    return (found[0],True) if len(set(found))==1 else (None,False)
+    split = lambda c: _differs(whole, run(slice(c)), run(slice(c,n)), c, n)
+    whole,c = run(slice(n)),n//3 or 1
+    name,sure = split(c)
+    if name is None: return None,sure
+    again,ks = run(slice(n)),list(whole)
+    if any(_draws(whole[k], again.get(k, [])) for k in ks[:ks.index(name)+1]): return None,False
+    return (name,True) if n==2*c or split(n-c)[0]==name else (None,False)
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #447720d3
 def first_mixing(
