@@ -1120,6 +1120,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._after': ('evaluate.mixing.html#_after', 'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._cut': ('evaluate.mixing.html#_cut', 'fastdist/evaluate/mixing.py'),
+                                          'fastdist.evaluate.mixing._differs': ( 'evaluate.mixing.html#_differs',
+                                                                                 'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._draws': ('evaluate.mixing.html#_draws', 'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._first': ('evaluate.mixing.html#_first', 'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._is_linear': ( 'evaluate.mixing.html#_is_linear',

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from fastcore.test import *
 from fastai.vision.all import *
 from fastdist import *
+from fastdist.evaluate import mixing
 import learners
 
 class HandNorm(nn.Module):
@@ -116,3 +117,17 @@ def test_a_trial_leaves_nothing():
     for n,sizes,seen in many: test_eq((n,len(sizes),len(seen)), (len(sizes),)*3)
     test_eq(many[0][:2], many[1][:2])
     test_eq(one[0], len(one[2]))
+
+def test_a_trial_costs_little(monkeypatch):
+    "A model that is right runs on two times six samples; one that mixes on four times, one that draws on five"
+    sizes,outputs = [],mixing._outputs
+    def counted(copies, xb, training):
+        sizes.append(len(xb[0]))
+        return outputs(copies, xb, training)
+    monkeypatch.setattr(mixing, '_outputs', counted)
+    def cost(*ms):
+        sizes.clear()
+        return mixing.first_mixing(nn.Sequential(*ms), (torch.randn(16,8),)),sum(sizes)
+    test_eq(cost(nn.Linear(8,8), nn.Dropout()), (None,12))
+    test_eq(cost(nn.Linear(8,8), HandNorm()), (('1','HandNorm'),24))
+    test_eq(cost(nn.Linear(8,8), Noise()), (None,30))

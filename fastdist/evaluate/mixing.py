@@ -99,14 +99,22 @@ def _cut(xb, n, sl): return tuple(apply(lambda o: o[sl] if isinstance(o, torch.T
 
 def _draws(a, b): return len(a)!=len(b) or any(len(x)!=len(y) or not all(_near(s, t) for (s,_),(t,_) in zip(x, y)) for x,y in zip(a, b))
 
-def _first(copies, xb, n, c, training):
-    "Return the name of the first module that mixes samples, with `c` of the `n` in `xb` in the first part; `None` if there is none"
+def _differs(whole, a, b, c, n):
+    "Return the name of the first module that mixes, and whether all were called as often in the parts `a` and `b`"
+    told = {k for k,calls in whole.items() if len(calls)==len(a.get(k, []))==len(b.get(k, []))}
+    return first(k for k in whole if k in told and any(_mixes(*o, c, n) for o in zip(whole[k], a[k], b[k]))),len(told)==len(whole)
+
+# %% ../../nbs/312_evaluate.mixing.ipynb #7599a686
+def _first(copies, xb, n, training):
+    "Return the name of the first module that mixes the `n` samples in `xb`, if any, and whether that is sure; only what differs is tried again"
     run = lambda sl: _outputs(copies, _cut(xb, n, sl), training)
-    whole,again,a,b = run(slice(n)),run(slice(n)),run(slice(c)),run(slice(c,n))
-    for name,calls in whole.items():
-        if _draws(calls, again.get(name, [])): return
-        parts = [o.get(name, []) for o in (a,b)]
-        if all(len(p)==len(calls) for p in parts) and any(_mixes(*o, c, n) for o in zip(calls, *parts)): return name
+    split = lambda c: _differs(whole, run(slice(c)), run(slice(c,n)), c, n)
+    whole,c = run(slice(n)),n//3 or 1
+    name,sure = split(c)
+    if name is None: return None,sure
+    again,ks = run(slice(n)),list(whole)
+    if any(_draws(whole[k], again.get(k, [])) for k in ks[:ks.index(name)+1]): return None,False
+    return (name,True) if n==2*c or split(n-c)[0]==name else (None,False)
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #447720d3
 def first_mixing(
@@ -121,8 +129,9 @@ def first_mixing(
     with unnoticed():
         with _unhooked(model): copies = lone_copies(model)
         for training in (True,False):
-            found = {_first(copies, xb, n, c, training) for c in (n//3 or 1,n-(n//3 or 1))}
-            if len(found)==1 and None not in found: return (name := found.pop()),type(model.get_submodule(name)).__name__
+            name,sure = _first(copies, xb, n, training)
+            if name is not None: return name,type(model.get_submodule(name)).__name__
+            if sure: return
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #6700425d
 class _Trial(GetAttr):
