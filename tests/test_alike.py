@@ -66,8 +66,7 @@ def test_items(n):
     res = on_ranks(lambda rank: _train(Looked(12, lambda i: 0), Looked(9, lambda i: rank*(i==8))), n)
     assert all('target 0 of validation item 8' in o for o in res), res
     draws = random.random, lambda: random.random()<.5, lambda: torch.rand(1).item()<.5, lambda: np.random.default_rng().random()<.5, lambda: os.urandom(1)[0]%2
-    for draw in draws:
-        assert on_ranks(lambda rank: _train(Looked(12, lambda i: draw())), n)==['']*n
+    for draw in draws: assert on_ranks(lambda rank: _train(Looked(12, lambda i: draw())), n)==['']*n
 
 def test_reads():
     "Items are read twice each before the first fit of a context, and not before later ones; random states stay"
