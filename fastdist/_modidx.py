@@ -2697,6 +2697,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/train/consistency.py'),
                                             'fastdist.train.consistency._array': ( 'train.consistency.html#_array',
                                                                                    'fastdist/train/consistency.py'),
+                                            'fastdist.train.consistency._begun': ( 'train.consistency.html#_begun',
+                                                                                   'fastdist/train/consistency.py'),
                                             'fastdist.train.consistency._first_unlike': ( 'train.consistency.html#_first_unlike',
                                                                                           'fastdist/train/consistency.py'),
                                             'fastdist.train.consistency._gists': ( 'train.consistency.html#_gists',

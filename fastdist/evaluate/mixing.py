@@ -160,6 +160,7 @@ def mixes_in(
 )->bool: # `False` also where nothing can be told
     "Return whether `cb` adds to the loss in `after_loss` what is no mean over samples, or scales it by a number of this batch"
     if not (isinstance(learn.pred, torch.Tensor) and learn.pred.ndim and len(learn.pred)>3 and learn.loss.ndim==0 and learn.loss.isfinite()): return False
+    if any(hasattr(p, '_local_tensor') for p in learn.model.parameters()): return False # a model in shards, which no rank asks alone
     n,l = min(len(learn.pred), most),learn.loss.detach()
     c = n//3 or 1
     try:

@@ -208,6 +208,10 @@ def _written(cls):
     fs = [f for c in cls.__mro__ if c not in (nn.Module,object) for k,f in vars(c).items() if k!='__init__' and isinstance(f, FunctionType)]
     return {o.argval for f in fs for o in dis.get_instructions(f) if o.opname=='STORE_ATTR'}
 
+def _begun(cls):
+    "Return the attributes that `__init__` of `cls` writes"
+    return {o.argval for c in cls.__mro__ if isinstance(vars(c).get('__init__'), FunctionType) for o in dis.get_instructions(c.__init__) if o.opname=='STORE_ATTR'}
+
 def _is_number(v): return isinstance(v, (Number,np.ndarray)) or isinstance(v, Tensor) and not v.requires_grad
 
 def module_attr_facts(
@@ -217,7 +221,7 @@ def module_attr_facts(
     res = {}
     for n,m in model.named_modules():
         own = {k:v for k,v in attributes(m).items() if k[0]!='_' and k!='training' and _is_number(v)} if type(m).__module__.partition('.')[0]!='torch' else {}
-        own = {k:v for k,v in own.items() if k not in _written(type(m))} if own else {}
+        own = {k:v for k,v in own.items() if k not in _written(type(m)) and (k in _begun(type(m)) or np.ndim(v)==0)} if own else {} # a hook may keep its batch there
         res |= {f'attribute {k} of {n or "the model"} ({type(m).__name__})':gist(v) for k,v in own.items()}
     return res
 

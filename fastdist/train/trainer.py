@@ -275,6 +275,7 @@ def _whole_again(self:DistributedTrainer):
         raise
     finally: self._events.vote = None
 
+# %% ../../nbs/539_train.trainer.ipynb #a0d1f021
 def _is_own(e):
     "Return whether `e` was raised by code of this rank, as one process would, and not where it waits for others"
     *_,last = traceback.walk_tb(e.__traceback__)

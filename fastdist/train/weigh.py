@@ -116,7 +116,7 @@ def _look(self:Weigh, model):
     "Name on rank 0 the first module of `model` that mixes samples, and hooks that see one rank's gradient and are not linear"
     self.looked = model
     if self.phases.world.rank or self.phases.size==1 or self.weights.empty: return
-    try: found = first_mixing(model, self.learn.xb)
+    try: found = None if self.layout.gathers else first_mixing(model, self.learn.xb) # a model in shards is tried by no rank alone: the audit tells
     except Exception: found = None # nothing can be told without side effects: the audit can
     if found: warn(f'{found[0] or "Your model"} ({found[1]}) mixes the samples of a batch: in a smaller batch it gives them other outputs, so N ranks differ from one process. '
         'HINT: a norm of torch, which ranks synchronise, batch_first=True for attention, or a term in the loss that is a mean over samples')
