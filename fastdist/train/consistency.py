@@ -212,6 +212,7 @@ def _begun(cls):
     "Return the attributes that `__init__` of `cls` writes"
     return {o.argval for c in cls.__mro__ if isinstance(vars(c).get('__init__'), FunctionType) for o in dis.get_instructions(c.__init__) if o.opname=='STORE_ATTR'}
 
+# %% ../../nbs/510_train.consistency.ipynb #a0d1f032
 def _is_number(v): return isinstance(v, (Number,np.ndarray)) or isinstance(v, Tensor) and not v.requires_grad
 
 def module_attr_facts(
