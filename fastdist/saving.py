@@ -42,8 +42,10 @@ def _check_whole(learn):
 
 # %% ../nbs/701_saving.ipynb #d27ff9b7
 def _layout(learn):
-    "Return how the parameters of `learn` lie on the ranks that it trains on at the moment; `None` in one process"
-    return first(cb.layout for cb in learn._grab_cbs(DistributedTrainer) if cb.size>1)
+    "Return how the parameters of `learn` lie on the ranks that it trains on at the moment, which meet again after an error that the script caught; `None` in one process"
+    cb = first(cb for cb in learn._grab_cbs(DistributedTrainer) if cb.size>1)
+    if cb: cb.job.revive()
+    return cb and cb.layout
 
 def _has_ranks(learn):
     "Return whether there are ranks that do as this one does: not in the middle of a fit that each makes by itself"

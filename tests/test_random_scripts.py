@@ -6,7 +6,9 @@ from random_scripts import *
 mlp = 'mlp','mean','sgd','fastai',False,38,True
 ordinary = ('mlp','mean','sgd','fastai',True,17,False),[('fit','fit',1,()),('preds',1),('validate',),('context',),('save',),('fit','fine_tune',1,('clip',)),('load',),('lr_find',),
     ('crash','after_loss',None),('fit','fit',1,('best',))]
-found_scripts = [pytest.param((('mlp','ignored','adam','torch',False,19,True),[('fit','fit_one_cycle',1,('nan',))]), 3, id='ignored targets and TerminateOnNaN')]
+saves = [('crash','after_pred',1),('save',),('context',),('fit','fit',1,())]
+found_scripts = [pytest.param((('tied','ignored','adam','torch',True,18,False),saves), 4, id='a file is written after a mistake on one rank'),
+    pytest.param((('mlp','ignored','adam','torch',False,19,True),[('fit','fit_one_cycle',1,('nan',))]), 3, id='ignored targets and TerminateOnNaN')]
 excused = [pytest.param((mlp,[('crash','after_step',None),('fit','fit',1,())]), 2, 'ranks forgot its gradients', id='a mistake leaves gradients')]
 
 @pytest.mark.parametrize('script,size', [pytest.param(ordinary, 2, id='ordinary'),*found_scripts])
