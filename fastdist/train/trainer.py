@@ -60,7 +60,7 @@ from .lr_find import *
 class DistributedTrainer(AgreeingCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = 'job','_events','phases','layout','weigh','evaluate','own_report','held','first'
+    _stateattrs = 'job','_events','phases','layout','weigh','evaluate','own_report','held'
     rehearsal = noop # called with the trainer before each fit
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
@@ -81,7 +81,7 @@ class DistributedTrainer(AgreeingCallback):
     def _init_state(self):
         super()._init_state()
         self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, own_report=None, held=None)
-        self.__dict__.update(_lean=False, compares=False, _dropped=False, first=FirstItems())
+        self.__dict__.update(_lean=False, compares=False, _dropped=False)
 
     @property
     def size(self):
@@ -250,7 +250,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     if event_type not in ('fit','validate') or inner: return run(f, event_type, ex, final)
     with self.job.together(self._where, self._events.position), own_random(self.job.world.rank), self.evaluate.watching(), self._whole_again():
         self.layout.renew(self.learn)
-        check_alike(learner_facts(self.learn, event_type), self.first.facts(self.learn, event_type), self.first.varies)
+        check_alike(learner_facts(self.learn, event_type))
         self._events.vote = self._vote
         self._hand_over(self.phases, self.layout)
         try: return run(f, event_type, ex, final)
