@@ -166,7 +166,9 @@ def held_values(
     learn:Learner # After a step
 )->dict: # Attribute -> names and values in it
     "Return the numbers and tensors that callbacks, modules and the loss carry along beside the model"
-    bs = find_bs(learn.yb or learn.xb)
+    last = vars(learn)
+    if 'xb' not in last: return {} # resumed behind an epoch's last step: nothing has changed since
+    bs = find_bs(last['yb'] or last['xb'])
     return {k:v for name,o in _owners(learn).items() for k,v in _values(name, o, bs).items() if v}
 
 def further_state(
