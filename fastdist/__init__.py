@@ -83,6 +83,7 @@
 - `fastdist.state.resume`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
 - `fastdist.state.rewind`: Put back all objects that a Learner reaches, after a piece of training that was only tried
 - `fastdist.state.run`: Where a fit stands: done, cut off, or new; and how it goes on from a state
+- `fastdist.state.samples`: A few samples of each loader, read on every rank to be compared
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.state.writer`: A thread that writes beside the training, one thing at a time

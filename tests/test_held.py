@@ -43,6 +43,23 @@ class Centred(nn.Module):
         self.center = .9*self.center+.1*x.mean(0)
         return self.lin(x)
 
+class Drawn(nn.Module):
+    "A direction that each rank draws by itself when it is made"
+    def __init__(self):
+        super().__init__()
+        (g := torch.Generator()).seed()
+        self.lin,self.towards = nn.Linear(3,1),torch.randn(4, generator=g) # as many as a batch has samples
+    def forward(self, x): return self.lin(x)*self.towards.mean()
+
+class Skips(Callback):
+    "Leaves batches out that are too hard"
+    def after_loss(self):
+        if self.training and self.loss>1.: raise CancelBatchException
+class SkipsTogether(Callback):
+    "Leaves steps out by a loss that all ranks have"
+    def before_step(self):
+        if self.loss>1.: raise CancelStepException
+
 class Quiet(Callback):
     "What is everybody's, what is of the last batch, and what is a rank's own by its name, by the clock, by a draw or for a collective"
     def __init__(self): self.losses,self.n,self.seconds,self.lams,self.total,self._mine,self.rank,self.best = [],0,0.,[],0.,0,rank_distrib(),None
@@ -106,6 +123,19 @@ def test_module(n, shard):
     "A centre that a module moves along is named, the features of the last batch are not"
     first,*others = on_ranks(lambda rank: told(model=lambda: nn.Sequential(Centred()), shard=shard), n)
     assert [o.split()[0] for o in first]==['model.0.center'] and not any(others), (first,others)
+
+@ways
+def test_drawn(n, shard):
+    "What each rank draws when a module is made is named, also where it has the size of a batch"
+    first,*others = on_ranks(lambda rank: told(model=Drawn, shard=shard), n)
+    assert [o.split()[0] for o in first]==['model.towards'] and 'or has drawn it' in first[0] and not any(others), (first,others)
+
+@ways
+def test_skips(n, shard):
+    "A callback that leaves batches out by the loss of its rank is named with the batches; what all ranks decide alike is not"
+    first,*others = on_ranks(lambda rank: told(Skips, shard=shard), n)
+    assert len(first)==1 and first[0].startswith('the batches that Skips cancels in after_loss (test_held.py:') and 'Each rank decides by its own samples' in first[0] and not any(others), (first,others)
+    assert on_ranks(lambda rank: told(SkipsTogether, shard=shard), n)==[[]]*n
 
 @ways
 def test_silent(n, shard):

@@ -56,12 +56,54 @@ class Var(Callback):
     def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+(1-self.pred.std(0)).relu().mean()
 class ByItself(Callback):
     def after_loss(self): self.learn.loss_grad = self.learn.loss_grad/(1+self.loss)
+class ByLoss(Callback):
+    def before_backward(self): self.learn.loss_grad = self.learn.loss_grad*float(self.loss)
+class Whitens(Callback):
+    def before_batch(self): self.learn.xb = ((self.x-self.x.mean(0))/(self.x.std(0)+1e-3),)
+class Centres(Callback):
+    def after_pred(self): self.learn.pred = self.pred-self.pred.mean(0)
+class Weighs(Callback):
+    "Weights that are divided by their sum in the batch"
+    def after_loss(self):
+        w = self.x[:,0].abs()+.1
+        self.learn.loss_grad = (self.learn.loss_grad*w).sum()/w.sum()
+class Scales(Callback):
+    "Twice the loss, and inputs with another range"
+    def before_batch(self): self.learn.xb = (2*self.x-1,)
+    def after_pred(self): self.learn.pred = self.pred/2
+    def before_backward(self): self.learn.loss_grad = 2*self.learn.loss_grad
+class Jitters(Callback):
+    def before_batch(self): self.learn.xb = (self.x+.1*torch.randn_like(self.x),)
+class Teaches(Callback):
+    "Calls the model in `after_pred`, which is not tried"
+    def after_pred(self): self.seen = self.model(self.x).mean()
+class Covariance(Callback):
+    "The term of VICReg"
+    def after_loss(self):
+        z = self.pred-self.pred.mean(0)
+        self.learn.loss_grad = self.learn.loss_grad+(z.T@z/(len(z)-1)).fill_diagonal_(0).square().sum()
 
-def learner(*ms, out=8, **kw):
+class WhitenBatch(ItemTransform):
+    def encodes(self, b): return ((b[0]-b[0].mean(0))/(b[0].std(0)+1e-3), *b[1:])
+class ScaleBatch(ItemTransform):
+    def encodes(self, b): return (b[0]/2, *b[1:])
+def transformed(tfm): # after the loaders were made
+    learn = learner()
+    learn.dls.add_tfms([tfm], 'after_batch')
+    return learn
+
+class ByWeights(nn.Module):
+    "A mean by weights that depend on the class, and does not say so"
+    def forward(self, p, y): return (F.cross_entropy(p, y, reduction='none')*(w := y+.5)/w.sum()).sum()
+class InBatch(nn.Module):
+    "Each sample against the others of its batch"
+    def forward(self, p, y): return F.cross_entropy(F.normalize(p)@F.normalize(p).T, torch.arange(len(p)))
+
+def learner(*ms, out=8, loss_func=None, **kw):
     set_seed(3)
     x,y = torch.randn(64,6),torch.arange(64)%3
     dls = DataLoaders.from_dsets(list(zip(x,y)), list(zip(x,y)), bs=8, num_workers=0, device='cpu')
-    return Learner(dls, nn.Sequential(nn.Linear(6,8), *ms, nn.Linear(out,3)), loss_func=CrossEntropyLossFlat(), **kw)
+    return Learner(dls, nn.Sequential(nn.Linear(6,8), *ms, nn.Linear(out,3)), loss_func=loss_func or CrossEntropyLossFlat(), **kw)
 
 def hooked(f):
     learn = learner()
@@ -79,10 +121,15 @@ wrong = dict(norm=(lambda: learner(HandNorm()), '1 .HandNorm. mixes'), spread=(l
     attention=(lambda: learner(Attends()), '1.attn .MultiheadAttention. mixes'), experts=(lambda: learner(Experts()), '1 .Experts. mixes'),
     second=(lambda: learner(nn.Sequential(nn.ReLU(), HandNorm()), HandNorm()), '1.1 .HandNorm. mixes'),
     var=(lambda: learner(cbs=Var()), '^Var changes the loss'), itself=(lambda: learner(cbs=ByItself()), '^ByItself changes the loss'),
+    by_loss=(lambda: learner(cbs=ByLoss()), '^ByLoss makes something else of a batch in before_backward'), whitens=(lambda: learner(cbs=Whitens()), '^Whitens makes .* before_batch'),
+    centres=(lambda: learner(cbs=Centres()), '^Centres makes .* after_pred'), covariance=(lambda: learner(cbs=Covariance()), '^Covariance changes the loss'),
+    weighs=(lambda: learner(cbs=Weighs(), loss_func=CrossEntropyLossFlat(reduction='none')), '^Weighs changes the loss'), transform=(lambda: transformed(WhitenBatch()), '^WhitenBatch makes'),
+    by_weights=(lambda: learner(loss_func=ByWeights()), '^Your loss is neither'), in_batch=(lambda: learner(loss_func=InBatch()), '^Your loss is neither'),
     clamp=(lambda: hooked(lambda g: g.clamp(-.01,.01)), 'hook that you registered on 0.weight'))
 right = dict(batchnorm=lambda: learner(nn.BatchNorm1d(8), nn.Dropout()), attention=lambda: learner(Attends(batch_first=True)), noise=lambda: learner(Noise()),
     time=lambda: learner(TimeFirst()), flat=lambda: learner(Flat()), adds=lambda: learner(cbs=Adds()),
-    sees=lambda: learner(cbs=Sees()), half=lambda: hooked(lambda g: g/2),
+    sees=lambda: learner(cbs=Sees()), scales=lambda: learner(cbs=Scales()), jitters=lambda: learner(cbs=Jitters()), teaches=lambda: learner(cbs=Teaches()),
+    transform=lambda: transformed(ScaleBatch()), half=lambda: hooked(lambda g: g/2),
     **{k:getattr(learners, k) for k in ('vision','tabular','collab','language_model','text_classifier')})
 
 @pytest.mark.parametrize('size', (2,3))

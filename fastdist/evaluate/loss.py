@@ -156,13 +156,22 @@ def how_reduced(
     "Return the reduction of `loss_func` over a batch, from a trial on a copy"
     n = find_bs(yb)
     if n<2: return
-    copies,c = to_try(loss_func),max(1, n//3)
+    copies,found = to_try(loss_func),set()
     if copies is None: return 'untold'
-    cut = lambda sl: lambda o: o[sl] if isinstance(o, torch.Tensor) and o.ndim and len(o)==n else o
+    cut = lambda at: lambda o: o[at.to(o.device)] if isinstance(o, torch.Tensor) and o.ndim and len(o)==n else o
     try:
-        with unnoticed(): a,b,ab = [copies()(apply(cut(sl), pred), *apply(cut(sl), yb)).double().item() for sl in (slice(c),slice(c,n),slice(n))]
+        with unnoticed():
+            for at in _thirds(n): # weights of samples may be alike in two parts by chance
+                a,b,ab = [copies()(apply(cut(i), pred), *apply(cut(i), yb)).double().item() for i in (*at,torch.arange(n))]
+                found.add(_told(a, b, ab, len(at[0])/n))
     except Exception: return
-    return _told(a, b, ab, c/n)
+    found -= {None}
+    return 'other' if len(found)>1 else next(iter(found), None)
+
+def _thirds(n):
+    "Return three ways to take a third of the numbers below `n`, each with the rest"
+    i,c = torch.arange(n),max(1, n//3)
+    return [(o[:c],o[c:].sort()[0]) for o in (i,i.flip(0).clone(),torch.cat([i[1::2],i[::2]]))]
 
 def _told(a, b, ab, part):
     "Return the reduction that gives `ab` from `a`, the loss of the first `part`, and `b`, that of the rest; `None` if several do"

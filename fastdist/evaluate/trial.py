@@ -91,7 +91,7 @@ class Copies:
         return [o for o,t in self.met if t is None]
 
 # %% ../../nbs/301_evaluate.trial.ipynb #3dd2f824
-_pure = set('''abc builtins cmath collections copy copyreg dataclasses enum fastai fastcore fastdist functools itertools math numbers numpy operator re
+_pure = set('''abc builtins cmath collections copy copyreg dataclasses enum fastai fastcore fastdist fasttransform functools inspect itertools math numbers numpy operator re
     scipy sklearn statistics string torch torchmetrics torchvision typing PIL cv2 einops kornia monai pandas skimage torchaudio'''.split())
 _loud = {print, open, input, exec, eval, setattr, delattr, globals, __import__, breakpoint}
 _constants = numbers.Number,str,bytes,type(None),type(...),torch.Tensor,np.ndarray,torch.dtype,torch.device,Enum,slice,range
@@ -99,7 +99,8 @@ _constants = numbers.Number,str,bytes,type(None),type(...),torch.Tensor,np.ndarr
 def _is_pure(name): return (name or '').partition('.')[0] in _pure
 
 def _unpacked(o):
-    "Return the functions of attribute `o` of a class: getter and setter of a property, or the function itself"
+    "Return the functions of attribute `o` of a class: getter and setter of a property, those of a transform by type, or the function itself"
+    if type(o).__module__.partition('.')[0]=='plum': return [m.implementation for m in o.methods]
     if isinstance(o, property): return [f for f in (o.fget,o.fset) if f]
     return [getattr(o, '__func__', o)]
 

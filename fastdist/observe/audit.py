@@ -203,12 +203,12 @@ def compare_all(
     windowed:bool=False # Whether batches accumulate for a step
 )->list: # A `Row` for each value
     "Return how far ranks are from one process, in each step and in the validation after them"
-    floor,n = _floor(learn),len(one.steps)
-    steps = zip(one.steps, other.steps, many.steps, zip(one.sizes, many.sizes))
+    floor,n = _floor(learn),sum(1 for _ in takewhile(lambda o: o[0]==o[1], zip(one.at, many.at))) # steps of the same batches
+    steps = list(zip(one.steps, other.steps, many.steps, zip(one.sizes, many.sizes)))[:n]
     rows = [r for i,(*vals,sizes) in enumerate(steps) for r in compare_step(i, *vals, bool(draws), floor, sizes)]
     if learn._grab_cbs(GradientAccumulation) or windowed: rows = [r for r in rows if not r.name.startswith(_of_window)]
-    rows += compare_step(n-1, *map(_validation, (one,other,many)), bool(draws), floor)
-    return rows+([] if n==len(many.steps) else [Row(len(many.steps), 'the number of steps', math.inf, 0., True, values=(n,len(many.steps)))])
+    if n==len(one.at)==len(many.at): return rows+compare_step(n-1, *map(_validation, (one,other,many)), bool(draws), floor)
+    return rows+[Row(n, 'the batches that make a step', math.inf, 0., True, bool(draws))]
 
 # %% ../../nbs/613_observe.audit.ipynb #2befb830
 def _between(learn):

@@ -99,6 +99,9 @@ def set_anew(
     return frozenset({k for _,stored,_ in pieces for k in stored}-carried(cls))
 
 @lru_cache(maxsize=256)
+def _set_later(cls): return frozenset(k for name,f in _methods(cls).items() if name!='__init__' for _,stored,_ in _pieces(name, f) for k in stored)
+
+@lru_cache(maxsize=256)
 def carried(
     cls:type # Of a callback, a module or a loss
 )->frozenset: # Names of attributes
@@ -123,9 +126,9 @@ def _numbers(name, v):
     return found if len(found)<_many else []
 
 # %% ../../nbs/416_state.held.ipynb #978acdf7
-def _of_batch(t, bs, is_carried):
-    "Return whether `t` holds samples of the last batch, or belongs to its graph"
-    if not isinstance(t, Tensor): return False
+def _of_batch(t, bs, is_carried, is_set):
+    "Return whether `t` holds samples of the last batch, or belongs to its graph; what was never changed since it was made with its owner does not"
+    if not isinstance(t, Tensor) or not is_set and not t._version and t.grad_fn is None: return False
     dims = [d for d in t.shape if d>1]
     return t.grad_fn is not None or bs in dims and not (is_carried and len(dims)==1)
 
@@ -134,10 +137,10 @@ def _values(name, o, bs):
     "Return the attributes of `o` that are state, those of a list or a dict each by itself, in a dict by attribute"
     cls = type(o)
     theirs = set().union(*(_names(f.__code__)|{*f.__code__.co_varnames} for f in _methods(cls, True).values()))
-    left = set_anew(cls)|theirs|{'training'}
+    left,later = set_anew(cls)|theirs|{'training'},_set_later(cls)
     found = {k:_numbers(f'{name}.{k}', v) for k,v in vars(o).items() if k not in left and not is_rank_own(cls, k)}
     lists = {f'{name}.{k}' for k,v in vars(o).items() if not isinstance(v, (Tensor,np.ndarray))} # a list of numbers is of many batches
-    return {f'{name}.{k}':{n:v for n,v in vs if n in lists or not _of_batch(v, bs, k in carried(cls))} for k,vs in found.items()}
+    return {f'{name}.{k}':{n:v for n,v in vs if n in lists or not _of_batch(v, bs, k in carried(cls), k in later)} for k,vs in found.items()}
 
 # %% ../../nbs/416_state.held.ipynb #9610027d
 def _state_of(name, v):
@@ -160,7 +163,7 @@ def _owners(learn):
     loss = {f'loss_func.{n}'.strip('.'):m for n,m in loss_module(learn.loss_func).named_modules()} if isinstance(loss_module(learn.loss_func), nn.Module) else {}
     if hasattr(learn.loss_func, '__dict__') and not isinstance(learn.loss_func, FunctionType): loss = dict(loss_func=learn.loss_func)|loss
     own = cbs|loss|{f'model.{n}'.strip('.'):m for n,m in learn.model.named_modules()}
-    return {k:o for k,o in own.items() if not _theirs(type(o))}
+    return {k:o for k,o in own.items() if not all(map(_theirs, type(o).__mro__))} # torch gives a module in shards a class of its own
 
 def held_values(
     learn:Learner # After a step
@@ -181,26 +184,28 @@ def further_state(
     return {k:v for o in holders for k,v in _further(*o, known).items() if v}
 
 # %% ../../nbs/416_state.held.ipynb #c4350231
-_trained = 'average its gradients before its step (all_reduce of p.grad, divided by the number of ranks), or let the Learner train it'
-_carried = ("let what is counted be a metric, or all_reduce it over ranks where it is updated; average over ranks what a module carries along. An attribute whose name begins with an underscore is "
+_trained = 'Each rank changes it by its own samples, so it is not what one process has. HINT: average its gradients before its step (all_reduce of p.grad, divided by the number of ranks), or let the Learner train it'
+_carried = ("Each rank changes it by its own samples, or has drawn it, so it is not what one process has. HINT: let what is counted be a metric, or all_reduce it over ranks where it is updated; average over ranks what a module carries along; seed what is drawn. An attribute whose name begins with an underscore is "
     "taken for a rank's own")
 
 def _line(o):
     "Return the file and the line of the class of `o`, in parentheses"
-    try: return f' ({Path(inspect.getsourcefile(type(o))).name}:{inspect.getsourcelines(type(o))[1]})'
+    cls = first(c for c in type(o).__mro__ if not _theirs(c))
+    try: return f' ({Path(inspect.getsourcefile(cls)).name}:{inspect.getsourcelines(cls)[1]})'
     except (OSError,TypeError): return ''
 
 class Held:
     "Compares what is held beside the model, and warns once of each attribute in which ranks differ"
     def __init__(self,
         learn:Learner, # In a job
-        rank:int # Rank 0 warns
-    ): self.learn,self.rank,self.told,self.values,self.further = learn,rank,set(),{},set()
+        rank:int, # Rank 0 warns
+        *more # Pairs of a function that returns values as `held_values` does, and of what it means that they differ
+    ): self.learn,self.rank,self.told,self.parts = learn,rank,set(),[(partial(held_values, learn),_carried), (partial(further_state, learn),_trained), *more]
 
     def table(self):
         "Return a fingerprint of each value of attributes that were not told of"
-        further = further_state(self.learn)
-        self.further,self.values = set(further),{k:v for k,v in (held_values(self.learn)|further).items() if k not in self.told}
+        found = {k:(v,why) for values,why in self.parts for k,v in values().items() if k not in self.told}
+        self.values,self.why = {k:v for k,(v,_) in found.items()},{k:why for k,(_,why) in found.items()}
         return fingerprints({n:v for vs in self.values.values() for n,v in vs.items()})
 
     def tell(self,
@@ -210,12 +215,11 @@ class Held:
         "Warn on rank 0 of what differs between `tables`; all ranks take part"
         shared = set(tables[0]).intersection(*tables[1:]) if tables else ()
         found,names = differing([{n:v for n,v in t.items() if n in shared} for t in tables]),{n:k for k,vs in self.values.items() for n in vs}
-        for k,n in {names[n]:n for n in reversed(found)}.items(): self._warn(k, n, self.values[k][n], tables, found[n], when)
+        for k,n in reversed({names[n]:n for n in reversed(found)}.items()): self._warn(k, n, self.values[k][n], tables, found[n], when)
         self.told |= {names[n] for n in found}
         self.values = {}
 
     def _warn(self, attr, name, value, tables, found, when):
         ref,ranks = found
         how,o = how_apart(name, value, tables, ref, ranks),_owners(self.learn).get(attr.rpartition('.')[0])
-        if not self.rank: warn(f'Ranks differ in {name}{_line(o)} {when}: rank{"s" if len(ranks)>1 else ""} {", ".join(map(str, ranks))} from rank {ref}{how}. '
-            f'Each rank changes it by its own samples, so it is not what one process has. HINT: {_trained if attr in self.further else _carried}')
+        if not self.rank: warn(f'Ranks differ in {name}{_line(o)} {when}: rank{"s" if len(ranks)>1 else ""} {", ".join(map(str, ranks))} from rank {ref}{how}. {self.why[attr]}')

@@ -18,7 +18,7 @@ for rank 0. Rank 0 calls these as if it were alone. Who is called at which event
 __all__ = ['cancels', 'vote', 'decides', 'is_agreed', 'is_local', 'answers', 'deciders', 'Events', 'put_back']
 
 # %% ../../nbs/507_train.events.ipynb #ae8c6caa
-import inspect,operator,traceback
+import inspect,operator,traceback,zlib
 from contextlib import ExitStack,contextmanager,suppress
 from types import CodeType,FunctionType
 from fastcore.all import *
@@ -31,6 +31,7 @@ from ..comm.control import *
 from ..comm.rng import *
 from ..evaluate.trial import *
 from ..state.values import *
+from ..state.snapshot import *
 from .proxy import *
 from .calls import *
 
@@ -109,6 +110,8 @@ def deciders(
     return [type(cb).__name__ for cb in cbs if decides(cb) or is_local(cb, False)]
 
 # %% ../../nbs/507_train.events.ipynb #26cc064a
+_forms = 'before_batch','after_pred','before_backward' # where a callback may change what the backward pass goes over
+_forwards = *_forms,'after_loss','after_backward','before_step' # where one that cancels leaves samples out
 _begins = {'before_fit','before_epoch','before_train','before_validate'}
 
 class Events:
@@ -118,7 +121,8 @@ class Events:
         rank:int=None # This rank; `None` in one process without a job
     ):
         self.learn,self.rank,self.known,self.plans,self.alone,self.aside,self.vote = learn,rank,None,{},None,None,None
-        self.at,self.phase,self.windowed,self.around_loss = 'before_fit',0,False,None
+        self.at,self.phase,self.windowed,self.around = 'before_fit',0,False,None
+        self.skipped = {} # callback and event -> epoch and number of each batch that it has cancelled on this rank
 
     def of(self,
         event_name:str # Event
@@ -139,10 +143,12 @@ class Events:
             if answers(cb, event_name) and (votes or not (lone and self.rank)): yield cb,votes,self._call_of(cb, event_name, lone, votes)
 
     def _call_of(self, cb, event_name, lone, votes):
-        if votes: return partial(self._call_and_vote, cb, lone, event_name)
+        if votes: return partial(self._call_and_vote, cb, lone, event_name, self._call_of(cb, event_name, lone, False))
         if lone: return partial(self._call_alone, cb, event_name)
-        if self.around_loss and event_name=='after_loss': return partial(self.around_loss, cb)
+        if self.around and (event_name=='after_loss' or self._is_watched(cb, event_name)): return partial(self.around, cb, event_name)
         return call_of(cb, event_name, self.learn.training)
+
+    def _is_watched(self, cb, event_name): return self.learn.training and event_name in _forms and not _known(type(cb).__module__)
 
 # %% ../../nbs/507_train.events.ipynb #1f758368
 @patch
@@ -161,15 +167,26 @@ def __call__(self:Events,
 @patch
 def _begin(self:Events): self.phase,self.plans = self.phase+1,{}
 
-
+# %% ../../nbs/507_train.events.ipynb #77d30e5a
+@patch
+def skips(self:Events)->dict: # Callback and event -> name and text
+    "Return which batches this rank's callbacks have cancelled by what it alone knows"
+    deciding = [(n,cb,o) for n,cb in named_callbacks(self.learn).items() if decides(cb) and not is_rank0_only(cb) for o in _forwards if answers(cb, o)]
+    return {f'{n}.{o}':{f'the batches that {n} cancels in {o}':self._shown(cb, o)} for n,cb,o in deciding}
 
 @patch
-def _call_and_vote(self:Events, cb, lone, event_name):
+def _shown(self:Events, cb, event_name):
+    at = self.skipped.get((cb,event_name), [])
+    return f'{len(at)}: {", ".join(f"{e}.{i}" for e,i in at[:6])}{", …" if len(at)>6 else ""} {zlib.crc32(repr(at).encode()):x}' if at else 'none'
+
+@patch
+def _call_and_vote(self:Events, cb, lone, event_name, call):
     mine = None
     try:
-        if not lone: cb(event_name)
-        elif self.rank==0: self._call_alone(cb, event_name)
+        if not (lone and self.rank): call()
     except cancels as e: mine = e
+    if mine and not lone and self.learn.training and event_name in _forwards:
+        self.skipped.setdefault((cb,event_name), []).append((self.learn.epoch,self.learn.iter))
     self.vote(mine, f'a vote after {type(cb).__name__}.{event_name}')
 
 # %% ../../nbs/507_train.events.ipynb #a860b1d2

@@ -73,7 +73,7 @@ class Terms:
         phases, # The Learner's `Phases`
         weights # Its `Weights`
     ):
-        self.phases,self.weights,self.window,self.named = phases,weights,Window(),set()
+        self.phases,self.weights,self.window,self.named,self.tried = phases,weights,Window(),set(),set()
         self.reset()
 
     def reset(self):
@@ -84,7 +84,7 @@ class Terms:
         cb:Callback # Answers `after_loss`
     ):
         "Call `cb` after the loss; what it adds to a sum counts once, not once a rank"
-        learn,old = self.phases.learn,vars(self.phases.learn).get('loss_grad')
+        learn,old,found = self.phases.learn,vars(self.phases.learn).get('loss_grad'),given(self.phases.learn, 'after_loss')
         if not adds_terms(cb) or getattr(old, 'grad_fn', None) is None: return cb('after_loss')
         before,summed = old.grad_fn,self.weights.reduction.kind[0]
         if summed: learn.loss_grad = old.clone()
@@ -92,14 +92,15 @@ class Terms:
         cb('after_loss')
         new = learn.loss_grad
         if new.grad_fn is was: learn.loss_grad = old if summed else new
-        elif self.judge(cb, new.grad_fn, before) and summed: learn.loss_grad = reweigh(new, old, float(self.weights.samples)/self.phases.size)
+        elif self.judge(cb, new.grad_fn, before, found) and summed: learn.loss_grad = reweigh(new, old, float(self.weights.samples)/self.phases.size)
 
 # %% ../../nbs/532_train.terms.ipynb #c26f104c
 @patch
 def judge(self:Terms,
     cb:Callback, # That has changed the loss
     new, # Node of the loss that it made
-    old # Node of the loss that it found
+    old, # Node of the loss that it found
+    found:dict # What it found, from `given`
 )->bool:
     "Return whether the old loss is a term of what `cb` made of it; warn once where ranks differ from one process"
     if id(cb) in self.judged: return self.judged[id(cb)][1]
@@ -108,8 +109,21 @@ def judge(self:Terms,
     unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(learn.loss_func, learn.yb[0]))
     self.judged[id(cb)] = cb,kind!='remade'
     if self.phases.world.rank or type(cb) in self.named: return kind!='remade'
-    if kind=='remade' or unlike or late or not summed and mixes_in(cb, learn): self._name(cb)
+    if kind=='remade' or unlike or late or not summed and mixes_in(cb, 'after_loss', found, learn): self._name(cb)
     return kind!='remade'
+
+@patch
+def watch(self:Terms,
+    cb:Callback, # A user's
+    event:str # 'before_batch', 'after_pred' or 'before_backward'
+):
+    "Call `cb` at `event` of a batch of training; warn once on rank 0 if what it changes mixes the samples of the batch"
+    learn,new = self.phases.learn,(id(cb),event) not in self.tried and not self.phases.world.rank
+    was = given(learn, event) if new else {}
+    cb(event)
+    if new and mixes_in(cb, event, was, learn): warn(f'{type(cb).__name__} makes something else of a batch in {event} than of parts of it, so it mixes samples, and N ranks differ from one process. '
+        'HINT: take statistics from all data, or over ranks; scale and skip by numbers that all ranks share')
+    self.tried.add((id(cb),event))
 
 @patch
 def _name(self:Terms, cb):

@@ -40,6 +40,7 @@ from ..evaluate.reduction import *
 from ..evaluate.evaluate import *
 from ..state.resume import *
 from ..state.held import *
+from ..state.samples import *
 from .context import *
 from .process import *
 from .accumulate import *
@@ -130,6 +131,10 @@ def _enter(self:DistributedTrainer):
         raise
 
 # %% ../../nbs/539_train.trainer.ipynb #39048942
+_decided = ('Each rank decides by its own samples, where one process decides once, by all of the batch. HINT: decide in before_step, where learn.loss is that of all ranks, or by a number that is '
+    'averaged over ranks')
+_read = 'Each rank reads another value of the same sample. HINT: take classes from sorted(set(...)), and seed what is random before a data set is made'
+
 @patch
 def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
@@ -140,7 +145,7 @@ def _make_parts(self:DistributedTrainer, w, plan):
     weights = Weights(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, weights=weights)
     self.weigh,self.evaluate = Weigh(layout=self.layout, sync_each=job.live.sync_each, **parts),Evaluate(reduction=weights.reduction, **parts)
-    self.held = Held(learn, w.rank)
+    self.held = Held(learn, w.rank, (self._events.skips,_decided), (Samples(learn),_read))
     job.help(self.weigh, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
@@ -181,7 +186,7 @@ def wrap(self:DistributedTrainer):
     self.phases.fitting = True
     self.phases.check_steps()
     self.weigh.begin(self._window())
-    self._events.windowed,self._events.known,self._events.around_loss = bool(self.weigh.window),None,self.weigh.around_loss if self.size>1 else None
+    self._events.windowed,self._events.known,self._events.around = bool(self.weigh.window),None,self.weigh.around if self.size>1 else None
     self.lists = lend_lists(self.learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
     for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
     for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(self.learn.dls.train, StepDL)))
@@ -220,7 +225,7 @@ def unwrap(self:DistributedTrainer):
     "End a fit: forget wrappers, phases and shares"
     self.compares = False
     if self.weigh is None: return
-    self._events.around_loss = None
+    self._events.around = None
     self.weigh.end()
     self.lists = return_lists(self.lists) and None
     self.phases.reset()

@@ -107,19 +107,27 @@ def batch(self:Weigh,
     if not self.layout.covers(own_model(self.learn), self.learn.opt): self.wrap()
     if self.looked is not (m := own_model(self.learn)): self._look(m)
     if self.windowed: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
-    with self.layout.step(self._exchanges()): run()
-    self.due = self.held = False
-    if self.passes and not self.windowed and self.learn.loss is not self.known: self._share_loss()
+    try:
+        with self.layout.step(self._exchanges()): run()
+        self.held = False
+    except CancelBatchException:
+        self._share_loss()
+        raise
+    finally: self.due = False
+    self._share_loss()
 
 @patch
 def _look(self:Weigh, model):
-    "Name on rank 0 the first module of `model` that mixes samples, and hooks that see one rank's gradient and are not linear"
+    "Name on rank 0 the first module of `model` and the first batch transform that mix samples, and hooks that see one rank's gradient and are not linear"
     self.looked = model
     if self.phases.world.rank or self.phases.size==1 or self.weights.empty: return
     try: found = None if self.layout.gathers else first_mixing(model, self.learn.xb) # a model in shards is tried by no rank alone: the audit tells
     except Exception: found = None # nothing can be told without side effects: the audit can
     if found: warn(f'{found[0] or "Your model"} ({found[1]}) mixes the samples of a batch: in a smaller batch it gives them other outputs, so N ranks differ from one process. '
         'HINT: a norm of torch, which ranks synchronise, batch_first=True for attention, or a term in the loss that is a mean over samples')
+    src = vars(self.phases.source).get('dl', self.phases.source)
+    if t := mixing_transform(getattr(src, 'after_batch', None), (*self.learn.xb, *self.learn.yb)): warn(f'{t.name} makes something else of a batch than of parts of it, so it mixes samples, and N ranks '
+        'differ from one process. HINT: take statistics from all data, as Normalize.from_stats does')
     if names := bent_hooks(model): warn(f'The hook that you registered on {", ".join(names[:4])} is not linear, and sees the gradient of this rank before it is averaged, so N ranks differ from '
         'one process. HINT: change p.grad in a callback with before_step, or fastai\'s GradientClip')
 
@@ -128,12 +136,14 @@ def _exchanges(self:Weigh): return self.window.ends or self.sync_each
 
 # %% ../../nbs/534_train.weigh.ipynb #9895a6a9
 @patch
-def around_loss(self:Weigh,
-    cb:Callback # Answers `after_loss`
+def around(self:Weigh,
+    cb:Callback, # A user's, or one that adds to the loss
+    event:str # From 'before_batch' to 'before_backward'
 ):
-    "Call `cb` after the loss, and weigh what it adds"
-    if self.due: self.terms.around(cb)
-    else: cb('after_loss')
+    "Call `cb` before the backward pass of training, and weigh what it adds to the loss"
+    if event!='after_loss': self.terms.watch(cb, event)
+    elif self.due: self.terms.around(cb)
+    else: cb(event)
 
 # %% ../../nbs/534_train.weigh.ipynb #2827ec1a
 @patch
@@ -247,7 +257,7 @@ def _count(self:Weigh, den, n):
 @patch
 def _share_loss(self:Weigh):
     learn = self.learn
-    if learn.loss is None or self.phases.size==1: return
+    if self.windowed or self.phases.size==1 or vars(learn).get('loss') is None or learn.loss is self.known: return
     w,d = self.weights.of_batch()
     num,den = all_reduce(_numbers(torch.as_tensor(learn.loss), w, d))
     learn.loss = self.known = num/den
