@@ -125,8 +125,8 @@ def _look(self:Weigh, model):
     except Exception: found = None # nothing can be told without side effects: the audit can
     if found: warn(f'{found[0] or "Your model"} ({found[1]}) mixes the samples of a batch: in a smaller batch it gives them other outputs, so N ranks differ from one process. '
         'HINT: a norm of torch, which ranks synchronise, batch_first=True for attention, or a term in the loss that is a mean over samples')
-    src = vars(self.phases.source).get('dl', self.phases.source)
-    if t := mixing_transform(getattr(src, 'after_batch', None), (*self.learn.xb, *self.learn.yb)): warn(f'{t.name} makes something else of a batch than of parts of it, so it mixes samples, and N ranks '
+    src = self.phases.source
+    if t := mixing_transform(getattr(getattr(src, '__dict__', {}).get('dl', src), 'after_batch', None), (*self.learn.xb, *self.learn.yb)): warn(f'{t.name} makes something else of a batch than of parts of it, so it mixes samples, and N ranks '
         'differ from one process. HINT: take statistics from all data, as Normalize.from_stats does')
     if names := bent_hooks(model): warn(f'The hook that you registered on {", ".join(names[:4])} is not linear, and sees the gradient of this rank before it is averaged, so N ranks differ from '
         'one process. HINT: change p.grad in a callback with before_step, or fastai\'s GradientClip')
