@@ -144,11 +144,10 @@ def given(
     "Return what callbacks find of the batch at `event`, and may change"
     return {k:vars(learn)[k] for k in _given.get(event, ('xb','yb','pred','loss','loss_grad')) if vars(learn).get(k) is not None}
 
-class _Trial(GetAttr):
-    "Proxy of the Learner `learn` that holds `kw`, and keeps what is set on it"
-    _default = 'learn'
+class _Trial:
+    "What a callback on trial sees of the Learner `learn`: its plain numbers, and `kw`"
     x,y = add_props(lambda i,o: detuplify((o.xb,o.yb)[i]))
-    def __init__(self, learn, **kw): self.__dict__.update(learn=learn, _xtra=None, model=None, opt=None, **kw)
+    def __init__(self, learn, **kw): vars(self).update({k:v for k,v in vars(learn).items() if isinstance(v, (bool,int,float,str))} | kw)
 
 def _after(cb, copies, event, learn, was):
     "Return what a copy of `cb` has made of `was` in `event`"

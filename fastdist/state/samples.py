@@ -78,7 +78,7 @@ class Samples:
         "Return the first, the middle and the last sample of loaders that are new"
         res,end = {},time.monotonic()+self.seconds
         for use,dl in zip(('training','validation'), self.learn.dls.loaders):
-            dl = vars(dl).get('dl', dl)
+            dl = getattr(dl, '__dict__', {}).get('dl', dl)
             if any(dl is o for o in self.seen) or not self._has_index(dl): continue
             self.seen.append(dl)
             n = len(dl.dataset)
