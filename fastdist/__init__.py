@@ -33,7 +33,7 @@
 - `fastdist.evaluate.loss`: Reduction and normaliser of a loss, and the loss of all ranks at no extra exchange in a step
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
 - `fastdist.evaluate.metrics`: Metrics and losses of all ranks, merged in one exchange
-- `fastdist.evaluate.mixing`: The module or callback that mixes the samples of a batch, found by a trial
+- `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, found by a trial
 - `fastdist.evaluate.predictions`: Predictions of `get_preds` from all ranks, in the order of the data set
 - `fastdist.evaluate.record`: The same recorded numbers on all ranks after each epoch
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic

@@ -1,4 +1,4 @@
-"""The module or callback that mixes the samples of a batch, found by a trial
+"""The module, callback or batch transform that mixes the samples of a batch, found by a trial
 
 Ranks compute what one process does if a sample's output does not depend on the others in its batch. Batch norm's does, and is synchronised. A layer that a user wrote may do as it does: statistics of the
 batch, attention that takes samples for time steps, a term that balances experts. Each rank then sees another batch, and trains another model.
