@@ -1133,6 +1133,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._is_torchs': ( 'evaluate.mixing.html#_is_torchs',
                                                                                    'fastdist/evaluate/mixing.py'),
+                                          'fastdist.evaluate.mixing._is_value': ( 'evaluate.mixing.html#_is_value',
+                                                                                  'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._joins': ('evaluate.mixing.html#_joins', 'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._mixes': ('evaluate.mixing.html#_mixes', 'fastdist/evaluate/mixing.py'),
                                           'fastdist.evaluate.mixing._near': ('evaluate.mixing.html#_near', 'fastdist/evaluate/mixing.py'),

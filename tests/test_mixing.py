@@ -1,5 +1,5 @@
 "What mixes the samples of a batch is named by its cause, once, in the first epoch; what does not is silent"
-import pytest,warnings
+import os,pytest,signal,warnings
 from contextlib import nullcontext
 from fastcore.test import *
 from fastai.vision.all import *
@@ -77,6 +77,11 @@ class Jitters(Callback):
 class Teaches(Callback):
     "Calls the model in `after_pred`, which is not tried"
     def after_pred(self): self.seen = self.model(self.x).mean()
+class Enters(Callback):
+    "Holds a context, which a trial must not enter"
+    def before_fit(self): self.autocast = torch.autocast('cpu', dtype=torch.bfloat16)
+    def before_batch(self): self.autocast.__enter__()
+    def after_loss(self): self.autocast.__exit__(None, None, None)
 class Covariance(Callback):
     "The term of VICReg"
     def after_loss(self):
@@ -129,7 +134,7 @@ wrong = dict(norm=(lambda: learner(HandNorm()), '1 .HandNorm. mixes'), spread=(l
 right = dict(batchnorm=lambda: learner(nn.BatchNorm1d(8), nn.Dropout()), attention=lambda: learner(Attends(batch_first=True)), noise=lambda: learner(Noise()),
     time=lambda: learner(TimeFirst()), flat=lambda: learner(Flat()), adds=lambda: learner(cbs=Adds()),
     sees=lambda: learner(cbs=Sees()), scales=lambda: learner(cbs=Scales()), jitters=lambda: learner(cbs=Jitters()), teaches=lambda: learner(cbs=Teaches()),
-    transform=lambda: transformed(ScaleBatch()), half=lambda: hooked(lambda g: g/2),
+    enters=lambda: learner(cbs=Enters()), transform=lambda: transformed(ScaleBatch()), half=lambda: hooked(lambda g: g/2),
     **{k:getattr(learners, k) for k in ('vision','tabular','collab','language_model','text_classifier')})
 
 @pytest.mark.parametrize('size', (2,3))
@@ -164,6 +169,17 @@ def test_a_trial_leaves_nothing():
     for n,sizes,seen in many: test_eq((n,len(sizes),len(seen)), (len(sizes),)*3)
     test_eq(many[0][:2], many[1][:2])
     test_eq(one[0], len(one[2]))
+
+@pytest.mark.parametrize('f', [lambda cb: signal.raise_signal(signal.SIGURG), lambda cb: torch.save(cb.x, 'x.pth'), lambda cb: np.save('x.npy', cb.x.numpy()),
+    lambda cb: cb.x.numpy().tofile('x'), lambda cb: os.utime('x'), lambda cb: cb.learn.seen.append(1), lambda cb: cb.model(cb.x)])
+def test_a_callback_that_does_more_is_not_tried(f):
+    "Nothing is done that would leave a mark, nor asked of what the trial could change"
+    class Marks(Callback):
+        def before_batch(self): f(self)
+    learn,ran = learner(),[]
+    learn.xb,learn.yb,learn.seen = (torch.randn(8,6),),(torch.zeros(8),),[]
+    test_eq(mixing.mixes_in(Marks(), 'before_batch', mixing.given(learn, 'before_batch'), learn), False)
+    test_eq((learn.seen, os.listdir()), ([],[]))
 
 def test_a_trial_costs_little(monkeypatch):
     "A model that is right runs on two times six samples; one that mixes on four times, one that draws on five"

@@ -16,7 +16,7 @@ __all__ = ['lone_copies', 'first_mixing', 'given', 'mixes_in', 'mixing_transform
 # %% ../../nbs/312_evaluate.mixing.ipynb #b9e1a0d0
 import torch
 from contextlib import contextmanager
-from types import ModuleType
+from types import BuiltinFunctionType,FunctionType,ModuleType
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from fastcore.all import *
@@ -144,10 +144,16 @@ def given(
     "Return what callbacks find of the batch at `event`, and may change"
     return {k:vars(learn)[k] for k in _given.get(event, ('xb','yb','pred','loss','loss_grad')) if vars(learn).get(k) is not None}
 
+# %% ../../nbs/312_evaluate.mixing.ipynb #3f90b6d1
 class _Trial:
     "What a callback on trial sees of the Learner `learn`: its plain numbers, and `kw`"
     x,y = add_props(lambda i,o: detuplify((o.xb,o.yb)[i]))
     def __init__(self, learn, **kw): vars(self).update({k:v for k,v in vars(learn).items() if isinstance(v, (bool,int,float,str))} | kw)
+
+def _is_value(o):
+    "Return whether `o` holds nothing that can act, such as a file, a context or a model"
+    if isinstance(o, (dict,list,tuple,set,L)): return all(map(_is_value, o.values() if isinstance(o, dict) else o))
+    return isinstance(o, (int,float,complex,str,bytes,type(None),torch.Tensor,np.ndarray,np.generic,torch.dtype,torch.device,FunctionType,BuiltinFunctionType))
 
 def _after(cb, copies, event, learn, was):
     "Return what a copy of `cb` has made of `was` in `event`"
@@ -196,8 +202,10 @@ def mixes_in(
         total = find_bs(was.get('yb') or was['xb'])
         if total<4 or not all(was[k].isfinite().all() for k in was if 'loss' in k): return False
         n,c = min(total, most),min(total, most)//3
-        copies,f = lone_copies({k:v for k,v in vars(cb).items() if k!='learn'}),getattr(type(cb), event)
-        return is_quiet(f) and _is_split(lambda o: _after(cb, copies, event, learn, o), _parts(was, total, n, c), n, c) is False
+        own,f = {k:v for k,v in vars(cb).items() if k!='learn'},getattr(type(cb), event)
+        copies = lone_copies(own)
+        if not (is_quiet(f) and all(map(_is_value, own.values()))): return False
+        return _is_split(lambda o: _after(cb, copies, event, learn, o), _parts(was, total, n, c), n, c) is False
     except Exception: return False
 
 def mixing_transform(

@@ -94,6 +94,7 @@ class Copies:
 _pure = set('''abc builtins cmath collections copy copyreg dataclasses enum fastai fastcore fastdist fasttransform functools inspect itertools math numbers numpy operator re
     scipy sklearn statistics string torch torchmetrics torchvision typing PIL cv2 einops kornia monai pandas skimage torchaudio'''.split())
 _loud = {print, open, input, exec, eval, setattr, delattr, globals, __import__, breakpoint}
+_leaves = set('save savez savez_compressed savetxt save_image tofile to_csv to_parquet savefig imwrite imsave write write_text write_bytes dump mkdir unlink __enter__ __exit__'.split()) # a mark, whatever has it
 _constants = numbers.Number,str,bytes,type(None),type(...),torch.Tensor,np.ndarray,torch.dtype,torch.device,Enum,slice,range
 
 def _is_pure(name): return (name or '').partition('.')[0] in _pure
@@ -119,7 +120,9 @@ def is_quiet(
     seen[id(o)] = o
     if isinstance(o, (tuple,frozenset)): return all(is_quiet(v, seen) for v in o)
     if isinstance(o, ModuleType): return _is_pure(o.__name__)
-    if isinstance(o, BuiltinFunctionType): return o not in _loud and (o.__self__ is None or isinstance(o.__self__, (ModuleType,type)))
+    if isinstance(o, BuiltinFunctionType):
+        return o not in _loud and isinstance(o.__self__, (ModuleType,type,type(None))) and _is_pure((o.__module__ or 'torch').lstrip('_'))
+    if isinstance(o, (np.ufunc,type(np.mean))): return True
     if isinstance(o, (type,FunctionType)) and _is_pure(o.__module__): return True
     if isinstance(o, type): return all(is_quiet(b, seen) for b in o.__bases__) and _quiet_class(o, seen)
     return isinstance(o, FunctionType) and _quiet_function(o, seen)
@@ -164,6 +167,7 @@ def _quiet_op(f, op, after, writes, seen):
     if op.opname in ('STORE_GLOBAL','DELETE_GLOBAL'): return False
     if op.opname in ('STORE_DEREF','DELETE_DEREF'): return op.argval not in f.__code__.co_freevars
     if op.opname=='IMPORT_NAME': return _is_pure(op.argval)
+    if op.argval in _leaves and op.opname in ('LOAD_ATTR','LOAD_METHOD','LOAD_GLOBAL','LOAD_NAME'): return False
     for o in _named(f, op):
         end,then = _follow(o, after)
         if _is_change(then) or writes and isinstance(end, (torch.Tensor,np.ndarray)): return False
