@@ -124,7 +124,7 @@ def frames(err): return re.findall(r'File "([^"]*)", line \d+, in ([\w<>]+)', er
 @pytest.mark.launcher
 def test_the_head_shows_the_error_of_a_rank_once():
     _,err = script(broken+head, rc=1)
-    test_eq([err.count(o) for o in ('ValueError:', 'no such thing\n', "KeyError: 'lost'", 'direct cause', 'rank 1 failed:')], [1,1,1,1,1])
+    assert [err.count(o) for o in ('ValueError:', 'no such thing\n', "KeyError: 'lost'", 'direct cause', 'rank 1 failed:')]==[1,1,1,1,1], err
     assert 'ends because' not in err and "raise ValueError('no such thing') from e" in err and 'fastai/learner.py:' in err
     test_eq(frames(err)[-1][1], 'after_batch')
     test_eq(sum('script.py' in o for o,_ in frames(err)), 3)
