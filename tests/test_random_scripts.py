@@ -9,6 +9,7 @@ ordinary = ('mlp','mean','sgd','fastai',True,17,False),[('fit','fit',1,()),('pre
     ('crash','after_loss',None),('fit','fit',1,('best',))]
 saves = [('crash','after_pred',1),('save',),('context',),('fit','fit',1,())]
 found_scripts = [pytest.param((('tied','ignored','adam','torch',True,18,False),saves), 4, id='a file is written after a mistake on one rank'),
+    pytest.param((mlp,[('crash','after_pred',1),('validate',),('fit','fit',1,())]), 3, id='an evaluation after a mistake on one rank'),
     pytest.param((('mlp','ignored','adam','torch',False,19,True),[('fit','fit_one_cycle',1,('nan',))]), 3, id='ignored targets and TerminateOnNaN')]
 excused = [pytest.param((mlp,[('crash','after_step',None),('fit','fit',1,())]), 2, 'ranks forgot its gradients', id='a mistake leaves gradients')]
 
@@ -32,8 +33,8 @@ def test_weights_in_shards_after_a_mistake():
     for said,_ in on_ranks(partial(weights_after_a_mistake, connect=False), 3, join=False): assert len(said)==1 and 'HINT' in said[0]
     test_eq(on_ranks(partial(weights_after_a_mistake, connect=True), 3, join=False), [([],True)]*3)
 
-resumed = [pytest.param((('norm','mean','adam','fastai',True,33,False),[('average',),('lr_find',),('fit','fine_tune',1,('best',)),('preds',1)]), 1,
-        [('SIGKILL','after_batch',4,0),('SIGTERM','after_loss',2,0)], (3,2,4), False, id='killed, stopped, on other ranks'),
+three = ('norm','mean','adam','fastai',True,33,False),[('average',),('lr_find',),('fit','fine_tune',1,('best',)),('preds',1)]
+resumed = [pytest.param(three, 1, [('SIGKILL','after_batch',4,0),('SIGTERM','after_loss',2,0)], (3,2,4), False, id='killed, stopped, on other ranks'),
     pytest.param((mlp,[('fit','fit_one_cycle',2,('csv',)),('validate',),('fit','fit',1,('early',))]), 2, [('raise','before_validate',2,None)], (2,3), True, id='in shards'),
     pytest.param((('mlp','mean','adam','fastai',False,30,False,True),[('fit','fit',2,()),('preds',1)]), 1, [('raise','after_batch',3,0)], (2,3), False, id='in bfloat16')]
 
