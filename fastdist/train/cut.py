@@ -253,6 +253,7 @@ def _cut_again(self:CutModels, shards):
     shards.read_whole(left)
     self._attend(shards)
 
+# %% ../../nbs/528_train.cut.ipynb #1f23a3dc
 def _says_broken(line):
     def hook(model, prefix, *_): # a partial of `line` would be copied with the model
         if not prefix and (line.failed or line.trouble): warn(_broken)
