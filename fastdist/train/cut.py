@@ -16,6 +16,7 @@ __all__ = ['RowCarrier', 'spread', 'CutModels']
 import torch
 from dataclasses import replace
 from types import MappingProxyType
+from warnings import warn
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecisionPolicy,OffloadPolicy
 from fastcore.all import *
@@ -155,6 +156,7 @@ def _fill(self:CutModels, empty, ts):
 def _attend(self:CutModels, shards):
     "See forward passes of the model, and calls of its `reset`"
     if self.plan.full_state: shards.give_whole()
+    shards.model.register_state_dict_pre_hook(_says_broken(self.job.line))
     shards.watch(partial(self.passes.before, shards), partial(self.passes.after, shards))
     if hasattr(shards.model, 'reset'): shards.model.reset = partial(self._reset, shards, shards.model.reset)
 
@@ -250,3 +252,12 @@ def _cut_again(self:CutModels, shards):
     shards.renew(self.mesh, self.own)
     shards.read_whole(left)
     self._attend(shards)
+
+# %% ../../nbs/528_train.cut.ipynb #1f23a3dc
+def _says_broken(line):
+    def hook(model, prefix, *_): # a partial of `line` would be copied with the model
+        if not prefix and (line.failed or line.trouble): warn(_broken)
+    return hook
+
+_broken = ('An error has stopped a rank, and with it the connections over which torch puts together what state_dict() of a model in shards returns. '
+    'HINT: learn.save, or learn.validate before state_dict; either connects the ranks again')

@@ -261,6 +261,12 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
         try: return run(f, event_type, ex, final)
         finally: self.job.line.armed = False # before anything that puts back begins; a call would come too late
 
+# %% ../../nbs/539_train.trainer.ipynb #b0f1e202
+@patch
+def _on_call_one(self:DistributedTrainer, event_name):
+    if event_name=='before_fit' and self.size>1 and self._events.vote is None and not self._events.alone: self.job.revive()
+    super(DistributedTrainer, self)._on_call_one(event_name)
+
 # %% ../../nbs/539_train.trainer.ipynb #a8a81f7f
 @patch
 def _hand_over(self:DistributedTrainer, phases, layout):
