@@ -46,6 +46,18 @@ class Counts(Callback):
     def after_pred(self):
         if self.training: self.n = self.n+int((self.pred>0).sum())
 
+class Wider(Module):
+    "Mixes samples in evaluation alone"
+    def __init__(self): self.l = nn.Linear(6,1)
+    def forward(self, x): return self.l(x if self.training else x-.1*x.mean(0))
+
+class Skips(Callback):
+    "Leaves out batches by the loss of the rank"
+    def after_loss(self):
+        if not self.training: return
+        if self.iter==0: self._first = self.loss.item()
+        elif self.loss<1.2*self._first: raise CancelBatchException
+
 class Critic(Callback):
     def before_fit(self):
         if hasattr(self, 'net'): return
@@ -73,7 +85,8 @@ def counted(): return learner(cbs=[Counts()])
 
 wrong = dict(minibatch_std=(partial(learner, MinibatchStd), 'begins in model (test_audit'), own_norm=(partial(learner, OwnNorm), 'begins in model (test_audit'), balance=(partial(learner, Balance), 'center'),
     whiten=(partial(learner, after_batch=whiten), 'begins in whiten'), pairs=(partial(learner, loss=Pairs()), 'in the loss'), counts=(counted, 'Counts'), critic=(lambda: learner(cbs=Critic()), 'Critic'),
-    spread=(lambda: learner(cbs=Spread()), 'Spread.after_loss (test_audit'), by_loss=(lambda: learner(cbs=ByLoss()), 'gradient of'), clipped=(clipped, 'a hook on 0.weight'))
+    spread=(lambda: learner(cbs=Spread()), 'Spread.after_loss (test_audit'), by_loss=(lambda: learner(cbs=ByLoss()), 'gradient of'), clipped=(clipped, 'a hook on 0.weight'),
+    wider=(partial(learner, Wider), 'first in predictions of batch 0 of the validation'), skips=(lambda: learner(cbs=Skips()), 'first in the batches that make a step'))
 
 # What is right
 

@@ -60,9 +60,11 @@ def step_values(
 
 # %% ../../nbs/613_observe.audit.ipynb #7f9c3395
 def _validation(ex):
-    "Return the metrics and predictions of the batches of validation in the excerpt `ex`"
+    "Return the metrics of the validation in the excerpt `ex`"
     names = ifnone(getattr(getattr(ex.learn, 'recorder', None), 'metric_names', None), [])
     return {f'{n} of the validation':v for n,v in zip(names, ex.logged) if n not in ('epoch','time','train_loss')}
+
+def _predictions(i, pred): return {k:v for k,v in leaves(f'predictions of batch {i} of the validation', pred) if isinstance(v, Tensor)}
 
 # %% ../../nbs/613_observe.audit.ipynb #7da7c9f3
 @dataclass
@@ -207,7 +209,10 @@ def compare_all(
     steps = list(zip(one.steps, other.steps, many.steps, zip(one.sizes, many.sizes)))[:n]
     rows = [r for i,(*vals,sizes) in enumerate(steps) for r in compare_step(i, *vals, bool(draws), floor, sizes)]
     if learn._grab_cbs(GradientAccumulation) or windowed: rows = [r for r in rows if not r.name.startswith(_of_window)]
-    if n==len(one.at)==len(many.at): return rows+compare_step(n-1, *map(_validation, (one,other,many)), bool(draws), floor)
+    if n==len(one.at)==len(many.at):
+        for i,((a,x),(_,y),(b,z)) in enumerate(zip(one.batches, other.batches, many.batches)):
+            rows += compare_step(n-1, *(_predictions(i, o) for o in (x,y,z)), bool(draws), floor, (a,b))
+        return rows+compare_step(n-1, *map(_validation, (one,other,many)), bool(draws), floor)
     return rows+[Row(n, 'the batches that make a step', math.inf, 0., True, bool(draws))]
 
 # %% ../../nbs/613_observe.audit.ipynb #2befb830

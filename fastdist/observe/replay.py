@@ -89,7 +89,7 @@ class Excerpt(Callback):
     def after_step(self): self.stepped = True
     def before_batch(self): self.stepped = False
     def after_batch(self):
-        if not self.training: self.batches.append(copied(to_detach(self.pred, gather=False)))
+        if not self.training: self.batches.append((find_bs(self.yb or self.xb),copied(to_detach(self.pred, gather=False), 'cpu')))
         elif self.stepped:
             self.at.append(self.iter)
             self.sizes.append(find_bs(self.yb or self.xb))
