@@ -52,11 +52,9 @@ class Wider(Module):
     def forward(self, x): return self.l(x if self.training else x-.1*x.mean(0))
 
 class Skips(Callback):
-    "Leaves out batches by the loss of the rank"
-    def after_loss(self):
-        if not self.training: return
-        if self.iter==0: self._first = self.loss.item()
-        elif self.loss<1.2*self._first: raise CancelBatchException
+    "Leaves out batches in which no sample is far off"
+    def after_pred(self):
+        if self.training and self.x[:,0].min()>-1.4: raise CancelBatchException
 
 class Critic(Callback):
     def before_fit(self):
@@ -86,7 +84,7 @@ def counted(): return learner(cbs=[Counts()])
 wrong = dict(minibatch_std=(partial(learner, MinibatchStd), 'begins in model (test_audit'), own_norm=(partial(learner, OwnNorm), 'begins in model (test_audit'), balance=(partial(learner, Balance), 'center'),
     whiten=(partial(learner, after_batch=whiten), 'begins in whiten'), pairs=(partial(learner, loss=Pairs()), 'in the loss'), counts=(counted, 'Counts'), critic=(lambda: learner(cbs=Critic()), 'Critic'),
     spread=(lambda: learner(cbs=Spread()), 'Spread.after_loss (test_audit'), by_loss=(lambda: learner(cbs=ByLoss()), 'gradient of'), clipped=(clipped, 'a hook on 0.weight'),
-    wider=(partial(learner, Wider), 'first in predictions of batch 0 of the validation'), skips=(lambda: learner(cbs=Skips()), 'first in the batches that make a step'))
+    wider=(partial(learner, Wider), 'first in predictions of batch 0 of the validation'), skips=(lambda: learner(cbs=Skips()), 'It begins in Skips, which leaves batches out'))
 
 # What is right
 

@@ -37,6 +37,7 @@ from ..state.held import *
 from ..state.rewind import *
 from ..state.resume import *
 from ..train.proxy import *
+from ..train.events import deciders
 from ..train.trainer import *
 from .replay import *
 from .watch import *
@@ -45,6 +46,7 @@ from .origin import *
 
 # %% ../../nbs/613_observe.audit.ipynb #db3ab635
 _of_place = 'iter','n_iter','epoch','n_epoch','loss','dl','training' # what ranks have another of within a step, or what is compared under a name of its own
+_which = 'the batches that make a step'
 _of_window = 'loss','learn.smooth_loss','Recorder.smooth_loss','Recorder.losses' # what is a rank's own until an epoch's training ends, where batches accumulate
 
 def _flat(part, values): return dict(o for k,v in values.items() for o in leaves(f'{part}{k}', v))
@@ -213,7 +215,7 @@ def compare_all(
         for i,((a,x),(_,y),(b,z)) in enumerate(zip(one.batches, other.batches, many.batches)):
             rows += compare_step(n-1, *(_predictions(i, o) for o in (x,y,z)), bool(draws), floor, (a,b))
         return rows+compare_step(n-1, *map(_validation, (one,other,many)), bool(draws), floor)
-    return rows+[Row(n, 'the batches that make a step', math.inf, 0., True, bool(draws))]
+    return rows+[Row(n, _which, math.inf, 0., True, bool(draws))]
 
 # %% ../../nbs/613_observe.audit.ipynb #2befb830
 def _between(learn):
@@ -270,7 +272,9 @@ class Auditor:
             many = runs.together()
             rows = alone and compare_all(learn, *alone, many, draws.names, trainer.job.live.accumulate>1)
             res = broadcast_obj(alone and Audit(trainer.size, rows, [str(o) for o in draws.names], note=_of_cut(runs.cut, learn)))
-            if res.first: res.origin = broadcast_obj(self._origin(runs, res, many))
+            if not res.first: return res
+            if res.first.name==_which: res.origin = f' It begins in {", ".join(deciders(learn.cbs)) or "a callback"}, which leaves batches out by what one rank knows.'
+            else: res.origin = broadcast_obj(self._origin(runs, res, many))
             return res
 
     def _alone(self, runs, draws):
