@@ -87,7 +87,8 @@ def build(made, bs):
     set_seed(3)
     model,loss,opt,kind,split,n,drop,*half = made
     reg = loss=='regression'
-    metrics = [mse,mae,AvgMetric(margin)] if reg else [accuracy,F1Score(average='macro'),AvgMetric(margin)]
+    counts = [] if any(half) else [accuracy,F1Score(average='macro')] # in bfloat16 rounding decides between classes
+    metrics = [*([mse,mae] if reg else counts),AvgMetric(margin)]
     learn = Learner(loaders(kind, n, bs, drop, reg), models[model](1 if reg else 3), loss_func=losses[loss](), opt_func=opts[opt], metrics=metrics,
         splitter=halves if split else trainable_params)
     return learn.to_bf16() if any(half) else learn
