@@ -122,6 +122,7 @@ class Events:
     ):
         self.learn,self.rank,self.known,self.plans,self.alone,self.aside,self.vote = learn,rank,None,{},None,None,None
         self.at,self.phase,self.windowed,self.around = 'before_fit',0,False,None
+        self.tried = [] # callbacks and events that `around` has seen in training
         self.skipped = {} # callback and event -> epoch and number of each batch that it has cancelled on this rank
 
     def of(self,
@@ -145,10 +146,14 @@ class Events:
     def _call_of(self, cb, event_name, lone, votes):
         if votes: return partial(self._call_and_vote, cb, lone, event_name, self._call_of(cb, event_name, lone, False))
         if lone: return partial(self._call_alone, cb, event_name)
-        if self.around and (event_name=='after_loss' or self._is_watched(cb, event_name)): return partial(self.around, cb, event_name)
-        return call_of(cb, event_name, self.learn.training)
+        if self.around and event_name=='after_loss': return partial(self.around, cb, event_name)
+        new = self.around and self.learn.training and event_name in _forms and not _known(type(cb).__module__) and (cb,event_name) not in self.tried
+        return partial(self._try, cb, event_name) if new else call_of(cb, event_name, self.learn.training)
 
-    def _is_watched(self, cb, event_name): return self.learn.training and event_name in _forms and not _known(type(cb).__module__)
+    def _try(self, cb, event_name):
+        self.around(cb, event_name)
+        self.tried.append((cb,event_name))
+        self.plans = {} # the next call is a plain one
 
 # %% ../../nbs/507_train.events.ipynb #1f758368
 @patch

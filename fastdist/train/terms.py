@@ -73,7 +73,7 @@ class Terms:
         phases, # The Learner's `Phases`
         weights # Its `Weights`
     ):
-        self.phases,self.weights,self.window,self.named,self.tried = phases,weights,Window(),set(),set()
+        self.phases,self.weights,self.window,self.named = phases,weights,Window(),set()
         self.reset()
 
     def reset(self):
@@ -117,13 +117,12 @@ def watch(self:Terms,
     cb:Callback, # A user's
     event:str # 'before_batch', 'after_pred' or 'before_backward'
 ):
-    "Call `cb` at `event` of a batch of training; warn once on rank 0 if what it changes mixes the samples of the batch"
-    learn,new = self.phases.learn,(id(cb),event) not in self.tried and not self.phases.world.rank
-    was = given(learn, event) if new else {}
+    "Call `cb` at `event` of a batch of training; warn on rank 0 if what it changes mixes the samples of the batch"
+    learn = self.phases.learn
+    found = given(learn, event)
     cb(event)
-    if new and mixes_in(cb, event, was, learn): warn(f'{type(cb).__name__} makes something else of a batch in {event} than of parts of it, so it mixes samples, and N ranks differ from one process. '
+    if not self.phases.world.rank and mixes_in(cb, event, found, learn): warn(f'{type(cb).__name__} makes something else of a batch in {event} than of parts of it, so it mixes samples, and N ranks differ from one process. '
         'HINT: take statistics from all data, or over ranks; scale and skip by numbers that all ranks share')
-    self.tried.add((id(cb),event))
 
 @patch
 def _name(self:Terms, cb):
