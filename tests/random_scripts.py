@@ -8,6 +8,7 @@ from hypothesis import HealthCheck,settings,strategies
 from hypothesis.stateful import RuleBasedStateMachine,initialize,rule,run_state_machine_as_test
 from hypothesis.strategies import booleans,integers,lists,none,sampled_from,tuples
 from fastai.callback.all import *
+from fastdist.train.context import set_precision
 from compare import *
 
 law = {False:dict(rtol=1e-5, atol=1e-6), True:dict(rtol=2.**-7, atol=2.**-10)} # whether in bfloat16, whose eight bits round the gradients of each part of a batch
@@ -62,6 +63,12 @@ class Kill(Callback):
         os.kill(os.getpid(), getattr(signal, self._how))
 Kill.__module__ = 'fastdist.tests' # its count is this process's, and no state of the training
 
+class OnCPU(Callback):
+    "Mixed precision on the CPU, which ranks have, and fastai alone leaves out"
+    order = MixedPrecision.order+.1
+    def before_fit(self): set_precision(first(self.learn._grab_cbs(MixedPrecision)), torch.device('cpu'))
+OnCPU.__module__ = 'fastdist.tests'
+
 class Nudge(Callback):
     "Rounds each pass otherwise: its weights are `eps` off, and themselves again before the step or after the batch"
     kept = ()
@@ -99,6 +106,7 @@ class Player:
         self.made,self.bs,self.rank,self.learn,self.saved,self.every = made,bs,rank,build(made, bs),False,every
         self.apart = False # whether a mistake on one rank has parted them, so that nobody can put shards together
         self.kill = [Kill(*kill, rank)] if kill else []
+        if is_half(made) and rank is None: self.learn.add_cb(OnCPU())
         if nudge: self.learn.add_cb(Nudge(*nudge))
     def states(self): return [Checkpoint('states', every=self.every, keep=10),*self.kill] if self.every else []
     def fit(self, kind, epochs, names): getattr(self.learn, kind)(epochs, 1e-3 if kind=='fine_tune' else .01, cbs=[callbacks[o]() for o in names]+self.states())
@@ -128,9 +136,9 @@ class Player:
         return whole(seen)
 
 @contextmanager
-def entered(learn, rank, shard, half=False):
-    "The context on a rank, silent; in one process too where precision is mixed, which fastai alone leaves out on a CPU"
-    with learn.distrib_ctx(**(dict(shard=True) if shard else {})) if rank is not None or half else nullcontext(), learn.no_bar(), learn.no_logging(): yield
+def entered(learn, rank, shard):
+    "The context on a rank, silent"
+    with learn.distrib_ctx(**(dict(shard=True) if shard else {})) if rank is not None else nullcontext(), learn.no_bar(), learn.no_logging(): yield
 
 def contexts(steps):
     "The steps of each context that the script enters"
@@ -159,7 +167,7 @@ def play(script, bs, rank=None, shard=False, **kw):
         try:
             player = Player(made, bs, rank, **kw)
             for part in contexts(steps):
-                with entered(player.learn, rank, shard, is_half(made)):
+                with entered(player.learn, rank, shard):
                     for o in part: seen.append(player.step(*o))
         except Exception as e: seen.append(Failure(f'{type(e).__name__}: {e}'[-1500:]))
     return seen,said
