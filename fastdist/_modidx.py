@@ -1670,6 +1670,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.observe.audit._flat': ('observe.audit.html#_flat', 'fastdist/observe/audit.py'),
                                         'fastdist.observe.audit._floor': ('observe.audit.html#_floor', 'fastdist/observe/audit.py'),
                                         'fastdist.observe.audit._of_cut': ('observe.audit.html#_of_cut', 'fastdist/observe/audit.py'),
+                                        'fastdist.observe.audit._padded': ('observe.audit.html#_padded', 'fastdist/observe/audit.py'),
                                         'fastdist.observe.audit._predictions': ( 'observe.audit.html#_predictions',
                                                                                  'fastdist/observe/audit.py'),
                                         'fastdist.observe.audit._tried': ('observe.audit.html#_tried', 'fastdist/observe/audit.py'),

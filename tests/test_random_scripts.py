@@ -10,6 +10,7 @@ ordinary = ('mlp','mean','sgd','fastai',True,17,False),[('fit','fit',1,()),('pre
 saves = [('crash','after_pred',1),('save',),('context',),('fit','fit',1,())]
 found_scripts = [pytest.param((('tied','ignored','adam','torch',True,18,False),saves), 4, id='a file is written after a mistake on one rank'),
     pytest.param((mlp,[('crash','after_pred',1),('validate',),('fit','fit',1,())]), 3, id='an evaluation after a mistake on one rank'),
+    pytest.param((('norm','mean','sgd','fastai',True,25,False),[('crash','after_epoch',None),('preds',1)]), 2, id='a batch norm and a last batch of one sample'),
     pytest.param((('mlp','ignored','adam','torch',False,19,True),[('fit','fit_one_cycle',1,('nan',))]), 3, id='ignored targets and TerminateOnNaN')]
 excused = [pytest.param((mlp,[('crash','after_step',None),('fit','fit',1,())]), 2, 'ranks forgot its gradients', id='a mistake leaves gradients')]
 

@@ -66,6 +66,7 @@ def _validation(ex):
     names = ifnone(getattr(getattr(ex.learn, 'recorder', None), 'metric_names', None), [])
     return {f'{n} of the validation':v for n,v in zip(names, ex.logged) if n not in ('epoch','time','train_loss')}
 
+def _padded(l, n, by=None): return [*l, *[by or {}]*(n-len(l))]
 def _predictions(i, pred): return {k:v for k,v in leaves(f'predictions of batch {i} of the validation', pred) if isinstance(v, Tensor)}
 
 # %% ../../nbs/613_observe.audit.ipynb #7da7c9f3
@@ -138,19 +139,18 @@ class Replays:
         for dl in self.trainer.learn.dls.loaders if self.cut>1 else []: dl.bs = dl.bs//self.cut
 
     def alone(self,
-        *how # For each replay a context manager that is called with the Learner
-    )->list: # An `Excerpt` for each
+        how, # Context manager that is called with the Learner
+        k:int=None # Steps, all by default
+    )->Excerpt:
         "Return what one process computes, with plain fastai and the batches of all ranks"
-        t,res = self.trainer,[]
-        for o in how:
-            try:
-                with scratch_files(self.token),quietly(t.learn),warnings.catch_warnings():
-                    warnings.simplefilter('ignore') # what there is to be said ranks say
-                    self._begin()
-                    as_one_process(t.learn, t.size, t.phases.of_rank, t.job.live.accumulate)
-                    with o(t.learn): res.append(replay(t.learn, Excerpt(self.k, step_values)))
-            finally: self.there.restore()
-        return res
+        t = self.trainer
+        try:
+            with scratch_files(self.token),quietly(t.learn),warnings.catch_warnings():
+                warnings.simplefilter('ignore') # what there is to be said ranks say
+                self._begin()
+                as_one_process(t.learn, t.size, t.phases.of_rank, t.job.live.accumulate)
+                with how(t.learn): return replay(t.learn, Excerpt(ifnone(k, self.k), step_values))
+        finally: self.there.restore()
 
     def together(self,
         how=nullcontext # As for `alone`
@@ -201,20 +201,22 @@ def _floor(learn):
 def compare_all(
     learn:Learner, # That was replayed
     one:Excerpt, # Of one process
-    other:Excerpt, # From weights that differ in their last digit
     many:Excerpt, # Of ranks
+    other:Excerpt, # Of one process from weights that differ in their last digit; where it has fewer steps, rounding is taken for nothing
     draws:list, # Who draws random numbers
     windowed:bool=False # Whether batches accumulate for a step
 )->list: # A `Row` for each value
     "Return how far ranks are from one process, in each step and in the validation after them"
     floor,n = _floor(learn),sum(1 for _ in takewhile(lambda o: o[0]==o[1], zip(one.at, many.at))) # steps of the same batches
-    steps = list(zip(one.steps, other.steps, many.steps, zip(one.sizes, many.sizes)))[:n]
+    steps = list(zip(one.steps, _padded(other.steps, n), many.steps, zip(one.sizes, many.sizes)))[:n]
     rows = [r for i,(*vals,sizes) in enumerate(steps) for r in compare_step(i, *vals, bool(draws), floor, sizes)]
     if learn._grab_cbs(GradientAccumulation) or windowed: rows = [r for r in rows if not r.name.startswith(_of_window)]
     if n==len(one.at)==len(many.at):
-        for i,((a,x),(_,y),(b,z)) in enumerate(zip(one.batches, other.batches, many.batches)):
-            rows += compare_step(n-1, *(_predictions(i, o) for o in (x,y,z)), bool(draws), floor, (a,b))
-        return rows+compare_step(n-1, *map(_validation, (one,other,many)), bool(draws), floor)
+        preds = [[(m,_predictions(i, p)) for i,(m,p) in enumerate(o.batches)] for o in (one,other,many)]
+        preds[1] = _padded(preds[1], len(preds[0]), (0,{}))
+        for (a,x),(_,y),(b,z) in zip(*preds): rows += compare_step(n-1, x, y, z, bool(draws), floor, (a,b))
+        near = _validation(other) if len(other.batches)==len(one.batches) else {}
+        return rows+compare_step(n-1, _validation(one), near, _validation(many), bool(draws), floor)
     return rows+[Row(n, _which, math.inf, 0., True, bool(draws))]
 
 # %% ../../nbs/613_observe.audit.ipynb #2befb830
@@ -267,20 +269,22 @@ class Auditor:
     def _report(self, trainer):
         with trainer.job.together(lambda: 'the audit before a fit'),unsharded(trainer):
             runs,draws,learn = Replays(trainer, self.k),Draws(),trainer.learn
-            alone,e = self._alone(runs, draws)
+            one,e = self._alone(runs, draws)
             if e: return Audit(trainer.size, note=f'One process fails in these steps: {e}')
             many = runs.together()
-            rows = alone and compare_all(learn, *alone, many, draws.names, trainer.job.live.accumulate>1)
-            res = broadcast_obj(alone and Audit(trainer.size, rows, [str(o) for o in draws.names], note=_of_cut(runs.cut, learn)))
+            compared = lambda other: one and compare_all(learn, one, many, other, draws.names, trainer.job.live.accumulate>1)
+            near = broadcast_obj(one and not draws.names and not any(o.differs for o in compared(Excerpt(0, noop)))) # then one step shows what rounding does
+            rows = compared(rank0_alone(runs.alone, nudged, 1 if near else None, name='audit'))
+            res = broadcast_obj(one and Audit(trainer.size, rows, [str(o) for o in draws.names], note=_of_cut(runs.cut, learn)))
             if not res.first: return res
             if res.first.name==_which: res.origin = f' It begins in {", ".join(deciders(learn.cbs)) or "a callback"}, which leaves batches out by what one rank knows.'
             else: res.origin = broadcast_obj(self._origin(runs, res, many))
             return res
 
     def _alone(self, runs, draws):
-        "Return the excerpts of one process, `None` on other ranks than 0, and its error in words; with smaller batches where its memory ends"
+        "Return the excerpt of one process, `None` on other ranks than 0, and its error in words; with smaller batches where its memory ends"
         while True:
-            res,e,fits = rank0_alone(_tried, partial(runs.alone, draws.watching, nudged), name='audit') or (None,'',True)
+            res,e,fits = rank0_alone(_tried, partial(runs.alone, draws.watching), name='audit') or (None,'',True)
             e,fits = broadcast_obj((e, fits))
             smallest = min([getattr(dl, 'bs', None) or 0 for dl in runs.trainer.learn.dls.loaders if isinstance(dl, DataLoader)], default=0)
             if fits or smallest<2*runs.cut: return res,e

@@ -92,12 +92,13 @@ class _Sync(nn.SyncBatchNorm):
         if x.device.type!='cpu': return super().forward(x)
         if not self.training: return _BatchNorm.forward(self, x)
         y,mean,var,n = _GroupNormalise.apply(x if x.dtype==torch.float64 else x.float(), self.weight, self.bias, self.eps, self.padding)
+        if self.running_mean is not None: self.num_batches_tracked += 1
+        if n==1: raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}') # as in one process
         if self.running_mean is not None: self._track(mean, var*n/(n-1).clamp(min=1))
         return y.to(x.dtype)
 
     @torch.no_grad()
     def _track(self, mean, var):
-        self.num_batches_tracked += 1
         m = 1/self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean, m)
         self.running_var.lerp_(var, m)
