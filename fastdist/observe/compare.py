@@ -90,7 +90,7 @@ def _values(a, b):
 def compare_step(
     step:int, # From 0
     one:dict, # Name -> value in one process
-    other:dict, # The same from weights that differ in their last digit, and with other random draws; empty where nothing is known
+    others:list, # The same from weights that differ in their last digit, and with other random draws, each time; empty where nothing is known
     many:dict, # The same on ranks
     draws:bool=False, # Whether the script draws random numbers
     floor:float=1e-5, # Difference that is always explained by rounding
@@ -98,10 +98,11 @@ def compare_step(
 )->list: # A `Row` for each value that can be compared
     "Return how far `many` is from `one`"
     res,by = [],scales(one)
-    for n in [n for n in one if n in many and (n in other or not other)]:
+    for n in [n for n in one if n in many and all(n in o for o in others)]:
         a,scale = _shared(one[n], many[n], sizes),by.get(_kind(n), 0.)
-        g,r = gap(one[n] if a is None and isinstance(one[n], Tensor) else a, many[n], scale),gap(one[n], other[n], scale) if other else 0.
-        if g is None or r is None or a is None and not isinstance(one[n], Tensor): continue
+        g,r = gap(one[n] if a is None and isinstance(one[n], Tensor) else a, many[n], scale),[gap(one[n], o[n], scale) for o in others]
+        if g is None or None in r or a is None and not isinstance(one[n], Tensor): continue
         low = max(floor, 3e-4*n.startswith(('gradient','optimizer state')))
+        r = max(r, default=0.)
         res.append(Row(step, n, g, r, g>max(low, 30*r), draws and r>10*floor, _values(one[n], many[n])))
     return res

@@ -143,12 +143,14 @@ def as_one_process(
 # %% ../../nbs/609_observe.replay.ipynb #e908e866
 @contextmanager
 def nudged(
-    learn:Learner # About to be replayed; whoever calls this restores it
+    learn:Learner, # About to be replayed; whoever calls this restores it
+    by:int=1, # By how many units in the last digit
+    seed:int=0 # Of who goes up and who goes down
 ):
     "Change each weight of `learn` in its last digit, and draw other random numbers from when an order is drawn"
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator().manual_seed(seed)
     for p in own_params(learn).values():
-        if p.is_floating_point(): p.data *= 1+torch.finfo(p.dtype).eps*(2*torch.randint(2, p.shape, generator=g).to(p)-1)
+        if p.is_floating_point(): p.data *= 1+by*torch.finfo(p.dtype).eps*(2*torch.randint(2, p.shape, generator=g).to(p)-1)
     for dl in learn.dls.loaders:
         if hasattr(dl, 'get_idxs'): dl.get_idxs = partial(_other_draws, dl.get_idxs)
     yield
