@@ -95,8 +95,8 @@ def test_times_of_a_device():
     test_eq([o[3:] for o in res], [(4,[True,False])]*2)
 
 def behind_workers(rank):
-    "40 steps, of which each fourth waits for what four workers fetch, as the default of `num_workers` has them on four cores"
-    dls = DataLoaders.from_dsets(Samples(640, 2*nap*(rank==1)), Samples(16), bs=8, num_workers=4, device='cpu', shuffle=False)
+    "80 steps, of which each fourth waits for what four workers fetch, as the default of `num_workers` has them on four cores"
+    dls = DataLoaders.from_dsets(Samples(1280, 3*nap*(rank==1)), Samples(16), bs=8, num_workers=4, device='cpu', shuffle=False)
     t = quiet(Learner(dls, nn.Linear(64,10), loss_func=CrossEntropyLossFlat()), cbs=[Timeline()])
     return str(t),t.what_if().rank
 
