@@ -1,6 +1,7 @@
 "What mixes the samples of a batch is named by its cause, once, in the first epoch; what does not is silent"
 import os,pytest,signal,warnings
 from contextlib import nullcontext
+from accelerate import FullyShardedDataParallelPlugin
 from fastcore.test import *
 from fastai.vision.all import *
 from fastdist import *
@@ -33,6 +34,12 @@ class Experts(nn.Module):
 
 class Noise(nn.Module):
     def forward(self, x): return x+torch.randn_like(x) if self.training else x
+class OwnNoise(nn.Module):
+    "Draws from a generator of its own"
+    def __init__(self):
+        super().__init__()
+        self.g = torch.Generator()
+    def forward(self, x): return x+torch.randn(x.shape, generator=self.g)
 
 class TimeFirst(nn.Module):
     def __init__(self):
@@ -132,7 +139,7 @@ wrong = dict(norm=(lambda: learner(HandNorm()), '1 .HandNorm. mixes'), spread=(l
     by_weights=(lambda: learner(loss_func=ByWeights()), '^Your loss is neither'), in_batch=(lambda: learner(loss_func=InBatch()), '^Your loss is neither'),
     clamp=(lambda: hooked(lambda g: g.clamp(-.01,.01)), 'hook that you registered on 0.weight'))
 right = dict(batchnorm=lambda: learner(nn.BatchNorm1d(8), nn.Dropout()), attention=lambda: learner(Attends(batch_first=True)), noise=lambda: learner(Noise()),
-    time=lambda: learner(TimeFirst()), flat=lambda: learner(Flat()), adds=lambda: learner(cbs=Adds()),
+    own=lambda: learner(OwnNoise()), time=lambda: learner(TimeFirst()), flat=lambda: learner(Flat()), adds=lambda: learner(cbs=Adds()),
     sees=lambda: learner(cbs=Sees()), scales=lambda: learner(cbs=Scales()), jitters=lambda: learner(cbs=Jitters()), teaches=lambda: learner(cbs=Teaches()),
     enters=lambda: learner(cbs=Enters()), transform=lambda: transformed(ScaleBatch()), half=lambda: hooked(lambda g: g/2),
     **{k:getattr(learners, k) for k in ('vision','tabular','collab','language_model','text_classifier')})
@@ -147,6 +154,48 @@ def test_what_mixes_is_named_once(size):
 def test_what_does_not_mix_is_silent():
     res = on_ranks(lambda rank: {k:said(mk()) for k,mk in right.items()}, 2, timeout=240, join=False)
     test_eq(res, [{k:[] for k in right}]*2)
+
+# In shards all ranks make the passes of a trial
+
+in_model = 'norm','spread','attention','experts','second'
+not_in_model = 'batchnorm','attention','noise','own','time','flat','vision','tabular','text_classifier'
+
+@pytest.mark.parametrize('size', (2,3))
+def test_in_shards(size):
+    def f(rank): return {k:said(wrong[k][0](), shard=True) for k in in_model},[said(right[k](), shard=True) for k in not_in_model]
+    res = on_ranks(f, size, timeout=240, join=False)
+    test_eq([o for _,silent in res for o in silent], [[]]*(size*len(not_in_model)))
+    for k in in_model:
+        test_eq([len(o[k]) for o,_ in res], [1]+[0]*(size-1))
+        assert re.search(wrong[k][1], res[0][0][k][0]), f'{k}: {res[0][0][k]}'
+
+class Unit(nn.Linear): "A unit in shards"
+class FailsOnFew(nn.Module):
+    "Raises an error for few samples, behind the first of its units, where it `fails`"
+    def __init__(self, fails):
+        super().__init__()
+        self.fails,self.units = fails,nn.Sequential(*[Unit(8,8) for _ in range(3)])
+    def forward(self, x):
+        for i,l in enumerate(self.units):
+            if i and len(x)<3 and self.fails: raise ValueError('too few samples')
+            x = l(x)
+        return x
+
+def fit_in_units(rank, on=()):
+    learn = learner(FailsOnFew(rank in on), HandNorm())
+    found = said(learn, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Unit']))
+    return [o for o in found if 'mixes' in o],[p.detach() for p in learn.model.parameters()]
+
+@pytest.mark.parametrize('on', ((),(0,),(1,),(1,2),(0,1,2)))
+def test_in_shards_a_rank_that_fails_serves_the_others(on, monkeypatch):
+    "What mixes is named unless rank 0 fails, and weights are those of a fit without a trial"
+    res = on_ranks(partial(fit_in_units, on=on), 3, timeout=60, join=False)
+    test_eq([len(o) for o,_ in res], [int(0 not in on),0,0])
+    def fails(*_): raise ValueError('no trial')
+    monkeypatch.setattr('fastdist.train.weigh.first_mixing', fails)
+    plain = on_ranks(fit_in_units, 3, timeout=60, join=False)
+    test_eq([o for o,_ in plain], [[],[],[]])
+    for (_,a),(_,b) in zip(res, plain): assert all(map(torch.equal, a, b))
 
 def test_a_trial_leaves_nothing():
     "Weights are those of plain training, where the model counts its calls and holds a list, and a hook of the user's sees only what one process shows it"
@@ -182,15 +231,15 @@ def test_a_callback_that_does_more_is_not_tried(f):
     test_eq((learn.seen, os.listdir()), ([],[]))
 
 def test_a_trial_costs_little(monkeypatch):
-    "A model that is right runs on two times six samples; one that mixes on four times, one that draws on five"
-    sizes,outputs = [],mixing._outputs
-    def counted(copies, xb, training):
+    "A model that is right runs on two times six samples; one that mixes on five times, one that draws on six"
+    sizes,outputs = [],mixing.module_outputs
+    def counted(model, xb, training):
         sizes.append(len(xb[0]))
-        return outputs(copies, xb, training)
-    monkeypatch.setattr(mixing, '_outputs', counted)
+        return outputs(model, xb, training)
+    monkeypatch.setattr(mixing, 'module_outputs', counted)
     def cost(*ms):
         sizes.clear()
-        return mixing.first_mixing(nn.Sequential(*ms), (torch.randn(16,8),)),sum(sizes)
+        return mixing.first_mixing(mixing.LoneTrial(nn.Sequential(*ms)), (torch.randn(16,8),)),sum(sizes)
     test_eq(cost(nn.Linear(8,8), nn.Dropout()), (None,12))
-    test_eq(cost(nn.Linear(8,8), HandNorm()), (('1','HandNorm'),24))
-    test_eq(cost(nn.Linear(8,8), Noise()), (None,30))
+    test_eq(cost(nn.Linear(8,8), HandNorm()), ('1',30))
+    test_eq(cost(nn.Linear(8,8), Noise()), (None,36))

@@ -36,7 +36,7 @@ def test_bytes_are_those_of_one_process_divided_by_the_ranks_plus_one_unit(opt):
         learn,whole = learner(2, 32, opt),held()
         with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging():
             learn.fit(1, cbs=(cb := Bytes()))
-            return cb.seen,held()-whole
+            return cb.seen,min(held() for _ in range(5))-whole # gloo's threads let go of what they have sent a moment later
     one = learner(8, 32, opt)
     with one.no_bar(), one.no_logging(): one.fit(1, cbs=(cb := Bytes()))
     whole,unit = cb.seen,nbytes(one.model[1][0].parameters())

@@ -168,10 +168,12 @@ class Rewind:
                 todo += its
         self.random = global_random()
 
-    def restore(self):
-        "Write back what the objects held, and the random states"
+    def restore(self,
+        random=True # Whether the random states of this process are written back too
+    ):
+        "Write back what the objects held"
         for back in self.backs: back()
-        set_global_random(self.random)
+        if random: set_global_random(self.random)
 
 # %% ../../nbs/415_state.rewind.ipynb #c3d1dfdb
 class _Scratch:

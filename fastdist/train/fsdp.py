@@ -22,6 +22,7 @@ from ..comm.collectives import *
 from ..state.replicas import *
 from .gradients import *
 from .row_steps import *
+from .shard_passes import *
 from .together import *
 
 # %% ../../nbs/530_train.fsdp.ipynb #296e073c
@@ -83,6 +84,12 @@ def evaluation(self:Sharded, short=False):
 def idle(self:Sharded):
     "Gather what the forward pass of other ranks gathers; return whether there was one"
     return self.passes.idle()
+
+@patch
+def trial(self:Sharded, model):
+    "Return what runs the forward pass of `model` on all ranks for a trial"
+    if self.unsynced(): raise ValueError('gradients wait for an exchange')
+    return ShardTrial(model, self.passes, self.job.world.rank)
 
 # %% ../../nbs/530_train.fsdp.ipynb #809de695
 @patch

@@ -16,6 +16,7 @@ Here one object, a `Layout`, does all of it. The trainer and the callbacks aroun
 | `orders`, `settle` | ranks add gradients in the order in which they did before the run was interrupted |
 | `share_tracked` | statistics that a forward pass tracks become those of all ranks |
 | `idle` | this rank takes part in a batch that another rank evaluates |
+| `trial` | a few samples run through the model, whole and in parts |
 | `enter`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
 | `whole` | rank 0 can read the whole model and the optimizer's whole state |
 | `apart`, `rejoined` | where ranks have rows, each copies its own for a file, and reads them back |
@@ -33,6 +34,7 @@ __all__ = ['Layout']
 from contextlib import nullcontext
 from fastcore.all import *
 from fastai.basics import *
+from ..evaluate.mixing import *
 from ..state.replicas import *
 from .gradients import *
 
@@ -157,6 +159,15 @@ def evaluation(self:Layout, short=False):
 def idle(self:Layout): "Take part in the forward pass of a batch that other ranks evaluate; return whether there was one"
 @patch
 def rest(self:Layout): "Free what forward passes have gathered; called between the phases of an epoch"
+
+# %% ../../nbs/512_train.layout.ipynb #e3113337
+@patch
+def trial(self:Layout,
+    model:nn.Module # Trained now
+): # For `first_mixing`
+    "Return what runs the forward pass of `model` for a trial; raise an error where it cannot be tried"
+    return LoneTrial(model)
+
 
 # %% ../../nbs/512_train.layout.ipynb #ef032a66
 @patch

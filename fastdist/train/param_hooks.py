@@ -31,7 +31,8 @@ def _relay(p, grad):
     return grad
 
 def _relay_from(t, p):
-    "Let a hook on `t` call those of `p`; a tensor gets hooks only while it requires a gradient"
+    "Let a hook on `t` call those of `p`, if none does; a tensor gets hooks only while it requires a gradient"
+    if any(getattr(f, 'func', None) is _relay for f in (t._backward_hooks or {}).values()): return
     was = t.requires_grad
     t.requires_grad_().register_hook(partial(_relay, p))
     t.requires_grad_(was)

@@ -26,6 +26,7 @@ from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
+from ..job.errors import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..evaluate.recorder import *
@@ -120,10 +121,14 @@ def batch(self:Weigh,
 def _look(self:Weigh, model):
     "Name on rank 0 the first module of `model` and the first batch transform that mix samples, and hooks that see one rank's gradient and are not linear"
     self.looked = model
-    if self.phases.world.rank or self.phases.size==1 or self.weights.empty: return
-    try: found = None if self.layout.gathers else first_mixing(model, self.learn.xb) # a model in shards is tried by no rank alone: the audit tells
-    except Exception: found = None # nothing can be told without side effects: the audit can
-    if found: warn(f'{found[0] or "Your model"} ({found[1]}) mixes the samples of a batch: in a smaller batch it gives them other outputs, so N ranks differ from one process. '
+    lone = self.phases.world.rank or self.weights.empty
+    if self.phases.size==1 or lone and not self.layout.gathers: return
+    try: found = first_mixing(self.layout.trial(model), self.learn.xb)
+    except Exception as e:
+        if isinstance(e, RankError) or is_broken(e): raise
+        found = None # nothing can be told without side effects: the audit can
+    if lone: return
+    if found is not None: warn(f'{found or "Your model"} ({type(model.get_submodule(found)).__name__.removeprefix("FSDP")}) mixes the samples of a batch: in a smaller batch it gives them other outputs, so N ranks differ from one process. '
         'HINT: a norm of torch, which ranks synchronise, batch_first=True for attention, or a term in the loss that is a mean over samples')
     src = self.phases.source
     if t := mixing_transform(getattr(getattr(src, '__dict__', {}).get('dl', src), 'after_batch', None), (*self.learn.xb, *self.learn.yb)): warn(f'{t.name} makes something else of a batch than of parts of it, so it mixes samples, and N ranks '
