@@ -13,13 +13,17 @@ __all__ = ['WorldError', 'OptionError', 'RankError', 'everywhere', 'is_everywher
            'ResumeError', 'Preempted']
 
 # %% ../../nbs/000_job.errors.ipynb #9e3a51c3
-import signal
+import copyreg,signal
 
 # %% ../../nbs/000_job.errors.ipynb #0891933d
 class WorldError(ValueError):
     "Raised where the environment contradicts itself or the machine that it describes"
 
-class OptionError(ValueError):
+class _Sent:
+    "An exception that can be pickled whatever its `__init__` takes: it is rebuilt from what it holds"
+    def __reduce__(self): return copyreg.__newobj__,(type(self),*self.args),vars(self)
+
+class OptionError(_Sent, ValueError):
     "Raised for an option that fastdist does not honour"
     def __init__(self,
         name:str, # Of the option
@@ -29,7 +33,7 @@ class OptionError(ValueError):
         super().__init__(f'You set {name}={val!r}, which fastdist does not honour: {why}')
 
 # %% ../../nbs/000_job.errors.ipynb #b261d53e
-class RankError(RuntimeError):
+class RankError(_Sent, RuntimeError):
     "Raised for an error of another rank, with its number and traceback"
     def __init__(self,
         rank:int, # The rank that failed; `None` where the error is not that of a single rank
@@ -38,8 +42,6 @@ class RankError(RuntimeError):
     ):
         super().__init__(msg if rank is None else f'rank {rank} failed:\n{msg}')
         self.rank,self.msg,self.shown = rank,msg,shown
-
-    def __reduce__(self): return type(self),(self.rank,self.msg,self.shown)
 
 # %% ../../nbs/000_job.errors.ipynb #0707e9de
 def everywhere(
@@ -64,7 +66,7 @@ def is_broken(
     return isinstance(e, RuntimeError) and not isinstance(e, RankError) and any(o in str(e) for o in signs)
 
 # %% ../../nbs/000_job.errors.ipynb #f815d005
-class HomeError(RuntimeError):
+class HomeError(_Sent, RuntimeError):
     "Raised where the state that ranks have trained does not fit the head's object; the file `path` holds that state"
     def __init__(self,
         why:str, # The first difference
@@ -77,7 +79,7 @@ class HomeError(RuntimeError):
 class DesyncError(RuntimeError):
     "Raised where ranks differ in a value that must be the same on all"
 
-class ResumeError(ValueError):
+class ResumeError(_Sent, ValueError):
     "Raised where a state on the disk is not of the training that would go on from it"
     def __init__(self,
         path, # Folder of the state
