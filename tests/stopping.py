@@ -5,6 +5,7 @@ import os,signal,sys
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.control import *
+from fastdist.comm.steps import *
 from fastdist.job.errors import *
 from fastdist.state.preempt import *
 
@@ -14,15 +15,16 @@ class Stop(Callback):
     def __init__(self, out): self.out = Path(out)
     def before_fit(self):
         self.line,self.stops,self.told = control_connection(),StopSignals().__enter__(),False
-        if self.line: self.line.begin_steps(self.line.step+1)
+        self.steps = self.line and self.line.part(StepAgreement)
+        if self.line: self.steps.begin_steps(self.steps.step+1)
     def after_batch(self):
         if not self.training: return
         if self.train_iter==2: (self.out/f'{this_world().rank}.{os.getpid()}').touch()
         if self.train_iter==3 and self.epoch==0: ask()
         if self.line and self.stops.asked and not self.told:
             self.told = True
-            self.line.request('stop')
-        if not (self.line.boundary() if self.line else self.stops.asked): return
+            self.steps.request('stop')
+        if not (self.steps.boundary() if self.line else self.stops.asked): return
         signum = self.stops.agree(self.line)
         (self.out/f'state{this_world().rank}').write_text(str(self.train_iter))
         self.stops.__exit__(*sys.exc_info())

@@ -10,7 +10,7 @@ from fastai.basics import *
 from torch import distributed as dist
 from fastdist import *
 from fastdist.check import main
-from fastdist.comm.inquiry import InquiryConnection
+from fastdist.comm.inquiry import Inquiry
 from fastdist.comm.requests import *
 from fastdist.job.errors import RankError
 from fastdist.job.fork import on_ranks
@@ -78,7 +78,7 @@ def hold(secs):
 
 @pytest.mark.parametrize('silent', [0,1])
 def test_a_rank_that_holds_the_lock_is_silent(silent, monkeypatch):
-    monkeypatch.setattr(InquiryConnection, 'answer_time', .4)
+    monkeypatch.setattr(Inquiry, 'answer_time', .4)
     class Holds(At):
         def before_batch(self):
             super().before_batch()
@@ -161,7 +161,7 @@ def test_a_head_asks_its_ranks():
 def test_nothing_is_done_and_no_thread_is_there_for_it_until_somebody_asks():
     def run(rank):
         learn,done,threads = small_learner(8, 60, cbs=At(rank, lambda: threads.append([o.name for o in threading.enumerate() if 'fastdist' in o.name]))),[],[]
-        for k in ('_take_requests','_go_on','_own_answer'): setattr(InquiryConnection, k, lambda *args: done.append(k))
+        for k in ('_take_requests','_go_on','_own_answer'): setattr(Inquiry, k, lambda *args: done.append(k))
         with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
         return done,threads
     test_eq(on_ranks(run, join=False), [([],[['fastdist control']])]*2)

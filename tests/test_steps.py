@@ -9,10 +9,18 @@ from torch import distributed as dist
 from fastdist import *
 from fastdist.job.world import World
 from fastdist.comm.messages import Line
-from fastdist.comm.steps import SteppingConnection
+from fastdist.comm.steps import StepAgreement
+from fastdist.comm.vote import VotingConnection
 from fastdist.comm.watchdog import WatchedConnection
 
 ours = {'wish','fence','fenced','decided','reached'}
+
+@contextmanager
+def agreeing(kind=VotingConnection):
+    "Open a control connection; return it and its agreement on steps"
+    line = kind(this_world())
+    steps = line.add(StepAgreement)
+    with line.open(): yield line,steps
 
 @contextmanager
 def counted():
@@ -22,24 +30,24 @@ def counted():
 
 def gradients(): dist.all_reduce(torch.ones(100))
 
-def steps(line, rank, n, chance, rng):
+def run_steps(steps, rank, n, chance, rng):
     "Train for `n` steps of random length, and ask now and then; return what was agreed on and what this rank asked for"
     res,asked = {},Counter()
     for _ in range(n):
         gradients()
         if rng.random()<.02: time.sleep(rng.random()*.003)
         if rng.random()<chance:
-            asked[what := rng.choice(line.wishes)] += 1
-            line.request(what)
-        what = line.boundary()
-        if what: res[line.step] = what
+            asked[what := rng.choice(steps.wishes)] += 1
+            steps.request(what)
+        what = steps.boundary()
+        if what: res[steps.step] = what
     return res,asked
 
 def many(rank, n=800):
     rng = random.Random(rank)
-    with WatchedConnection(this_world()).open() as line, counted() as sent:
-        line.begin_steps(0)
-        res,asked = steps(line, rank, n, .005, rng)
+    with agreeing(WatchedConnection) as (line,steps), counted() as sent:
+        steps.begin_steps(0)
+        res,asked = run_steps(steps, rank, n, .005, rng)
         line.meet()
         return res,asked,sent
 
@@ -54,25 +62,25 @@ def test_many_rounds_at_random_speeds(size):
         assert sent['reached']==n<=sent['fenced']<=n+1
 
 def quiet(rank):
-    with WatchedConnection(this_world()).open() as line, counted() as sent:
-        line.begin_steps(0)
+    with agreeing(WatchedConnection) as (line,steps), counted() as sent:
+        steps.begin_steps(0)
         begun = line.exchanges.n
         for _ in range(300):
             gradients()
-            assert line.boundary() is None
+            assert steps.boundary() is None
         return sum(sent[o] for o in ours),line.exchanges.n-begun
 
 def test_a_quiet_step_exchanges_nothing(): test_eq(on_ranks(quiet, 3), [(0,0)]*3)
 
 def free_running(rank, n=200_000):
     "Steps that wait for nothing: the thread sets its fence while the main thread runs past"
-    with SteppingConnection(this_world()).open() as line:
-        line.begin_steps(0)
+    with agreeing() as (line,steps):
+        steps.begin_steps(0)
         line.meet()
         res = []
         for i in range(n):
-            if i%20_000==rank: line.request('save')
-            if line.boundary(): res.append(line.step)
+            if i%20_000==rank: steps.request('save')
+            if steps.boundary(): res.append(steps.step)
         line.meet()
         return res
 
@@ -84,16 +92,16 @@ def test_no_rank_runs_past_a_fence():
     test_eq([o[:short] for o in res], [res[0][:short]]*3)
 
 def asks(rank, who, what):
-    with SteppingConnection(this_world()).open() as line:
-        line.begin_steps(0)
+    with agreeing() as (line,steps):
+        steps.begin_steps(0)
         res = []
         while not res:
             gradients()
-            if line.step==3 and rank in who: line.request(what)
-            res = [o for o in [line.boundary()] if o]
-        later = [line.boundary() for _ in range(20)]
+            if steps.step==3 and rank in who: steps.request(what)
+            res = [o for o in [steps.boundary()] if o]
+        later = [steps.boundary() for _ in range(20)]
         line.meet()
-        return line.step,res,set(later)
+        return steps.step,res,set(later)
 
 @pytest.mark.parametrize('who', ([0],[1],[2],[0,1,2]), ids=str)
 def test_one_stop_whoever_asks(who):
@@ -102,16 +110,16 @@ def test_one_stop_whoever_asks(who):
 
 def later(rank):
     "A stop that is asked for between the decision to save and the save"
-    with SteppingConnection(this_world()).open() as line:
-        line.begin_steps(0)
-        if rank==1: line.request('save')
-        with line.news: line.news.wait_for(lambda: line.verdict)
-        if rank==1: line.request('stop')
+    with agreeing() as (line,steps):
+        steps.begin_steps(0)
+        if rank==1: steps.request('save')
+        with line.news: line.news.wait_for(lambda: steps.verdict)
+        if rank==1: steps.request('stop')
         line.meet()
         res = []
         while 'stop' not in res:
             gradients()
-            res += [o for o in [line.boundary()] if o]
+            res += [o for o in [steps.boundary()] if o]
         return res
 
 def test_what_is_asked_for_in_a_round_comes_after_it(): test_eq(on_ranks(later), [['save','stop']]*2)
@@ -119,13 +127,13 @@ def test_what_is_asked_for_in_a_round_comes_after_it(): test_eq(on_ranks(later),
 def ends(rank):
     "Three fits; in the last steps of each all ask, and none of them may wait or take what was meant for another fit"
     res,rng = [],random.Random(rank)
-    with SteppingConnection(this_world()).open() as line:
+    with agreeing() as (line,steps):
         for fit in range(30):
-            line.begin_steps(fit<<32)
+            steps.begin_steps(fit<<32)
             for i in range(5):
                 gradients()
-                if i>=3 and rng.random()<.7: line.request('save')
-                res.append((fit,i,line.boundary()))
+                if i>=3 and rng.random()<.7: steps.request('save')
+                res.append((fit,i,steps.boundary()))
         line.meet()
     return res
 
@@ -136,16 +144,16 @@ def test_the_last_steps_of_a_fit(size):
 
 def early(rank):
     "Rank 1 begins the next fit, and asks, while the others are still between the two"
-    with SteppingConnection(this_world()).open() as line:
-        line.begin_steps(0)
+    with agreeing() as (line,steps):
+        steps.begin_steps(0)
         line.meet()
         if rank==1:
-            line.begin_steps(100)
-            line.request('save')
+            steps.begin_steps(100)
+            steps.request('save')
         line.meet()
-        if rank!=1: line.begin_steps(100)
+        if rank!=1: steps.begin_steps(100)
         res = []
-        while not res: res += [line.step for _ in range(3) if line.boundary()]
+        while not res: res += [steps.step for _ in range(3) if steps.boundary()]
         return res
 
 def test_who_begins_a_fit_first_may_ask_first(): test_eq(on_ranks(early, 3), [[102]]*3)
@@ -153,15 +161,15 @@ def test_who_begins_a_fit_first_may_ask_first(): test_eq(on_ranks(early, 3), [[1
 def dies(rank, who):
     "What a rank hears when another is killed as it is told of a round; that one is a child of its process, which returns how it ended"
     if rank==who and (pid := os.fork()): return os.waitpid(pid, 0)[1]
-    with WatchedConnection(this_world()).open() as line:
-        line.begin_steps(0)
-        if rank==who: line._on_fence = lambda **msg: os.kill(os.getpid(), signal.SIGKILL)
+    with agreeing(WatchedConnection) as (line,steps):
+        steps.begin_steps(0)
+        if rank==who: steps.on_fence = lambda **msg: os.kill(os.getpid(), signal.SIGKILL)
         line.meet()
         if rank==who: time.sleep(60)
         line.arm()
-        line.request('stop')
+        steps.request('stop')
         try:
-            while True: line.boundary()
+            while True: steps.boundary()
         except RankError as e: return e.rank
 
 @pytest.mark.parametrize('who', (0,1,2))
@@ -169,18 +177,18 @@ def test_a_rank_killed_in_a_round(who): test_eq(on_ranks(partial(dies, who=who),
 
 def waits(rank):
     "The thread of rank 1 does not answer, so the others wait at their fence, until Ctrl-C ends rank 0"
-    with WatchedConnection(this_world()).open() as line, redirect_stderr(io.StringIO()) as err:
-        line.begin_steps(0)
+    with agreeing(WatchedConnection) as (line,steps), redirect_stderr(io.StringIO()) as err:
+        steps.begin_steps(0)
         line.notice = 1
-        if rank==1: line._on_fence = noop
+        if rank==1: steps.on_fence = noop
         line.meet()
         line.arm()
         try:
             if rank==1:
                 with line.news: line.news.wait_for(lambda: False)
-            line.request('save')
+            steps.request('save')
             if rank==0: threading.Thread(target=presses, args=(line,err)).start()
-            while True: line.boundary()
+            while True: steps.boundary()
         except KeyboardInterrupt as e: line.failed_here(e)
         except RankError as e: return e.rank,e.msg.strip().rpartition('\n')[2]
         return err.getvalue()
@@ -195,17 +203,18 @@ def test_a_wait_at_the_fence_is_told_and_ends_with_ctrl_c():
     assert 'in the agreement on a step' in said
     test_eq(others, [(0,'KeyboardInterrupt')]*2)
 
-class Late(SteppingConnection):
+class Late(StepAgreement):
     "Its main thread makes seven steps while the thread sets a fence for the first time"
     def __setattr__(self, k, v):
         super().__setattr__(k, v)
         if k=='fence' and v==2: self.step += 7
 
 def test_a_fence_that_came_too_late_is_set_anew():
-    with Late(World()) as line:
-        line.begin_steps(0)
-        line._on_fence(rank=0, n=1, gen=0, base=0)
-        test_eq((line.step,line.fence), (7,9))
+    with VotingConnection(World()) as line:
+        steps = line.add(Late)
+        steps.begin_steps(0)
+        steps.on_fence(rank=0, n=1, gen=0, base=0)
+        test_eq((steps.step,steps.fence), (7,9))
 
 def leaves_at_once(rank):
     send = Line.send

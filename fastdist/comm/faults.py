@@ -240,7 +240,9 @@ def _left_error(self:Faults):
 @patch
 def renew(self:Faults):
     "Begin a new generation: forget the error, unless it is the loss of a process"
-    with self.news: self._next_generation()
+    with self.news:
+        self._next_generation()
+        for o in self.parts: o.next_generation()
     self.arm()
     self._renewed()
 

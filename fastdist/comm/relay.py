@@ -31,7 +31,7 @@ from .watchdog import *
 class RelayedConnection(WatchedConnection):
     "Control connection in which the first rank of each node relays for its node, where more than `most` ranks are on several nodes"
     most = 256 # at the start rank 0 may open four files for each rank, which is the usual limit of 1,024
-    own_kinds = {'ping','forward','awaited','passed'} # kinds of messages that are for the rank alone that receives them
+    own_kinds = {'ping','forward','awaited','passed'} # as of a `ControlPart`
     def __init__(self,
         world, # As for `WatchedConnection`
         patience:float=600. # As for `WatchedConnection`
@@ -89,7 +89,7 @@ def _on_forward(self:RelayedConnection, rank, msg): self.send_to(rank, **msg)
 @patch
 def _handle(self:RelayedConnection, msg, line):
     "Handle `msg`; the first rank of a node also passes it on, and does not handle what is for rank 0"
-    if not self.leads or msg['kind'] in self.own_kinds: return WatchedConnection._handle(self, msg, line)
+    if not self.leads or any(msg['kind'] in o.own_kinds for o in (self,*self.parts)): return WatchedConnection._handle(self, msg, line)
     for_all = line.rank==self.parent or self._relays(msg)
     if for_all: self._send(line.rank, **msg)
     else: self.send_to(self.parent, **self._in_short(msg))

@@ -19,12 +19,12 @@ import math,os,signal,sys,time,traceback
 from contextlib import contextmanager
 from fastcore.all import *
 from .exchanges import *
-from .steps import *
+from .vote import *
 
 # %% ../../nbs/108_comm.watchdog.ipynb #e339234f
 _outside,_no_pos = lambda: 'between two fits',lambda: None
 
-class WatchedConnection(SteppingConnection):
+class WatchedConnection(VotingConnection):
     "Control connection whose thread watches the progress of the main thread"
     def __init__(self,
         world, # This process's world
@@ -46,7 +46,7 @@ def _look(self:WatchedConnection, now):
 
 @patch
 def _next_look(self:WatchedConnection):
-    due = SteppingConnection._next_look(self)
+    due = VotingConnection._next_look(self)
     return min(due, self.looked+0.1) if self.fresh and not self.heard_of else due
 
 @patch

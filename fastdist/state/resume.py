@@ -24,6 +24,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from ..job.errors import *
+from ..comm.steps import *
 from ..comm.collectives import *
 from .packing import *
 from .folder import *
@@ -61,7 +62,7 @@ class Checkpoint(Callback):
 class SavingRun(FitRun):
     "`FitRun` that also writes states"
     stepped = asked = False # whether this batch ended with a step; whether this rank has passed on a signal
-    owed,told = None,frozenset() # 'save' or 'stop', for the end of the epoch; what has been said
+    owed,told,agreement = None,frozenset(),None # 'save' or 'stop', for the end of the epoch; what has been said; on ranks the `StepAgreement` of the job
     def after_epoch(self):
         "Do what was put off to the end of the epoch"
         if self.owed: self.act(self.owed, self.learn.epoch+1, 0)
@@ -83,11 +84,11 @@ def _asked_here(self:SavingRun): return 'stop' if self.signals.asked else 'save'
 def _asked_by_any(self:SavingRun):
     if self.signals.asked and not self.asked:
         self.asked = True
-        self.line.request('stop')
+        self.agreement.request('stop')
     elif self.rank==0 and time.monotonic()>=self.due and not self.writer.busy:
         self.due = math.inf
-        self.line.request('save')
-    return self.line.boundary()
+        self.agreement.request('save')
+    return self.agreement.boundary()
 
 # %% ../../nbs/414_state.resume.ipynb #44cbd2b5
 @patch
@@ -239,7 +240,9 @@ def around(self:Checkpoint,
         now = SavingRun(self)
         if now.rank==0: stack.enter_context(in_use(self.path))
         now.plan = now.find()
-        if now.line: now.line.begin_fit()
+        if now.line:
+            now.agreement = now.line.part(StepAgreement)
+            now.agreement.begin_fit()
         if now.skip(): return final()
         if now.plan: now.announce()
         if now.rank==0: now.cut_logs()

@@ -24,6 +24,8 @@ from ..job.group import *
 from ..job.options import *
 from ..job.accelerate import *
 from ..comm.control import *
+from ..comm.steps import *
+from ..comm.relay import *
 from ..comm.inquiry import *
 
 # %% ../../nbs/504_train.context.ipynb #8f5df798
@@ -138,7 +140,7 @@ class Job:
 def _join(self:Job, how, patience):
     patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
     self.own_line = self.world.size>1 and control_connection() is None
-    if self.world.size>1: self.line = control_connection() or InquiryConnection(self.world, patience).open(max(10, patience))
+    if self.world.size>1: self.line = control_connection() or self._connect(patience)
     self.member.join(**how)
     if self.own_line: self.line.arm()
 
@@ -156,6 +158,13 @@ def _close(self:Job):
     if self.world.rank: self.learn.logger = self.logger
     if self.live: self.live.release()
     self.member.leave()
+
+# %% ../../nbs/504_train.context.ipynb #b299aef1
+@patch
+def _connect(self:Job, patience):
+    line = RelayedConnection(self.world, patience)
+    for o in (StepAgreement,Inquiry): line.add(o)
+    return line.open(max(10, patience))
 
 # %% ../../nbs/504_train.context.ipynb #04789a41
 @patch
