@@ -42,6 +42,7 @@ from .job.store import *
 from .job.group import *
 from .comm.exchanges import *
 from .comm.control import *
+from .comm.watchdog import *
 from .comm.requests import *
 from .comm.collectives import *
 from .observe.bench import *
@@ -133,7 +134,7 @@ def _in_job(rep, learn, timeout, shard=False):
     how = dict(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))]) if ours else {}
     with learn.distrib_ctx(patience=timeout, desync_check=False, shard=shard, **how):
         rep.joined,line = True,control_connection()
-        with line.watch(lambda: rep.doing) if line else nullcontext(): yield
+        with line.part(Watchdog).watch(lambda: rep.doing) if line else nullcontext(): yield
 
 # %% ../nbs/703_check.ipynb #768a7eca
 def _check_fit(rep, learn, make, shard=False):

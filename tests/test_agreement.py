@@ -10,6 +10,7 @@ from fastai.callback.all import *
 from fastdist import *
 from fastdist.comm.control import control_connection
 from fastdist.comm.vote import VotingConnection
+from fastdist.comm.watchdog import Watchdog
 from fastcore.test import test_eq,test_close,expect_fail
 from collectives import counting
 from learners import digits
@@ -179,7 +180,7 @@ def paused(rank):
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(patience=1):
         learn.fit(1, cbs=Checkpoint('ckpt'))
         line = control_connection()
-        await_that(lambda: line.looked-line.moved>3*line.patience, 20)
+        await_that(lambda: line.looked-line.part(Watchdog).moved>3*line.patience, 20)
         learn.fit(1, cbs=Checkpoint('ckpt'))
     return len(learn.recorder.values)
 

@@ -6,6 +6,7 @@ from fastai.basics import *
 from fastdist import *
 from fastdist.comm.control import control_connection
 from fastdist.comm.relay import RelayedConnection
+from fastdist.comm.watchdog import Watchdog
 from fastdist.job.errors import RankError
 from fastcore.basics import stop
 from fastcore.test import test_eq
@@ -21,7 +22,7 @@ def world_in(nodes, rank):
     return World(rank, len(nodes), nodes[:rank].count(node), nodes.count(node), node, len(set(nodes)), master_addr='127.0.0.1')
 
 def opened(nodes, rank, patience=60., most=2):
-    line = RelayedConnection(world_in(nodes, rank), patience)
+    line = RelayedConnection(world_in(nodes, rank), patience).add(Watchdog)
     line.most = most
     return line.open(20)
 
@@ -171,7 +172,7 @@ def test_a_rank_is_stuck(who, fit):
             while line.rank==who: time.sleep(0.01)
             line.agree(0)
         def watched():
-            with line.watch(lambda: 'in a fit') if fit else nullcontext(): work()
+            with line.part(Watchdog).watch(lambda: 'in a fit') if fit else nullcontext(): work()
         return heard(line, watched)
     res = on(blocks, f, patience=1)
     for o in res: assert o[0]==who and 'it did not move for' in o[1] and 'while line.rank==who' in o[1], res

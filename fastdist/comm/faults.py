@@ -129,7 +129,7 @@ def _on_stuck(self:Faults, rank, text, gen):
 def _thread_failed(self:Faults, e):
     text = f'its control thread failed:\n{"".join(traceback.format_exception(e))}'
     self._fail(RankError(self.rank, text), math.inf)
-    self._send(kind='error', rank=self.rank, text=text, gen=math.inf)
+    self.send(kind='error', rank=self.rank, text=text, gen=math.inf)
     with suppress(Exception): sys.stderr.write(f'fastdist: rank {self.rank}: {text}')
     while not self.closed:
         with suppress(Exception): self._interfere(time.monotonic())

@@ -23,6 +23,7 @@ from ..job.world import *
 from .signals import *
 from .exchanges import *
 from .control import *
+from .watchdog import *
 from .requests import *
 
 # %% ../../nbs/115_comm.inquiry.ipynb #0c01d8b6
@@ -148,9 +149,9 @@ class Inquiry(ControlPart):
     own_kinds = {'answered'}
     answer_time,pause = 2.,.5 # seconds that ranks have for their answers; seconds from the end of an inquiry to the next
     def __init__(self,
-        control # `WatchedConnection`
+        control # `VotingConnection`, with a `Watchdog`
     ):
-        self.control = control
+        self.control,self.watchdog = control,control.part(Watchdog)
         self.by_signal,self.local = ReportSignal(),None
         self.askers,self.own_due = [],math.inf # connections that wait for the report, `None` for the signal; when this rank makes one of its own
         self.inquiry,self.inquiries = None,0 # on rank 0: the open one; how many there were
@@ -192,9 +193,9 @@ def _take_requests(self:Inquiry):
 
 @patch
 def _own_answer(self:Inquiry):
-    c,now = self.control,time.monotonic()
-    at = c.standing(now)
-    return answer_of(sys._current_frames().get(c.ident), at and at|dict(idle=now-c.moved if c.fits else None), c.world)
+    w,now = self.watchdog,time.monotonic()
+    at = w.standing(now)
+    return answer_of(sys._current_frames().get(self.control.ident), at and at|dict(idle=now-w.moved if w.fits else None), self.control.world)
 
 @patch
 def _report_alone(self:Inquiry):

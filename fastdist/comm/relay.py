@@ -25,16 +25,16 @@ import json
 from dataclasses import replace
 from fastcore.all import *
 from ..job.store import *
-from .watchdog import *
+from .vote import *
 
 # %% ../../nbs/113_comm.relay.ipynb #74560aac
-class RelayedConnection(WatchedConnection):
+class RelayedConnection(VotingConnection):
     "Control connection in which the first rank of each node relays for its node, where more than `most` ranks are on several nodes"
     most = 256 # at the start rank 0 may open four files for each rank, which is the usual limit of 1,024
-    own_kinds = {'ping','forward','awaited','passed'} # as of a `ControlPart`
+    own_kinds = {'forward','passed'} # as of a `ControlPart`
     def __init__(self,
-        world, # As for `WatchedConnection`
-        patience:float=600. # As for `WatchedConnection`
+        world, # As for `VotingConnection`
+        patience:float=600. # As for `VotingConnection`
     ):
         super().__init__(world, patience)
         self.leads,self.leaders = False,{} # whether this rank relays; on rank 0: rank -> the one that relays for it
@@ -43,9 +43,9 @@ class RelayedConnection(WatchedConnection):
 @patch
 def _listen(self:RelayedConnection, world, others=None):
     "Listen for the ranks of this node; rank 0 listens for all, or for its node and the first rank of each other one"
-    if self.rank: return WatchedConnection._listen(self, replace(world, num_nodes=1), world.local_size-1)
+    if self.rank: return VotingConnection._listen(self, replace(world, num_nodes=1), world.local_size-1)
     relays = world.size>self.most and world.num_nodes>1 and world.local_rank==0
-    return *WatchedConnection._listen(self, world, world.local_size+world.num_nodes-2 if relays else None),world.node_rank if relays else None
+    return *VotingConnection._listen(self, world, world.local_size+world.num_nodes-2 if relays else None),world.node_rank if relays else None
 
 # %% ../../nbs/113_comm.relay.ipynb #5331701a
 @patch
@@ -66,7 +66,7 @@ def _in_node(self:RelayedConnection, store, key, wait, hub):
 # %% ../../nbs/113_comm.relay.ipynb #cb4480b3
 @patch
 def _register(self:RelayedConnection, sock, rank, kind):
-    WatchedConnection._register(self, sock, rank, kind)
+    VotingConnection._register(self, sock, rank, kind)
     if self.leads and kind=='news' and rank!=self.parent: self.tell_rank0('leads', ranks=[rank])
 
 @patch
@@ -80,7 +80,7 @@ def send_to(self:RelayedConnection,
 ):
     "Send a message to rank `to`, on rank 0 through the rank that relays for it"
     if to in self.leaders: to,msg = self.leaders[to],dict(kind='forward', rank=to, msg=msg)
-    WatchedConnection.send_to(self, to, **msg)
+    VotingConnection.send_to(self, to, **msg)
 
 @patch
 def _on_forward(self:RelayedConnection, rank, msg): self.send_to(rank, **msg)
@@ -89,8 +89,8 @@ def _on_forward(self:RelayedConnection, rank, msg): self.send_to(rank, **msg)
 @patch
 def _handle(self:RelayedConnection, msg, line):
     "Handle `msg`; the first rank of a node also passes it on, and does not handle what is for rank 0"
-    if not self.leads or any(msg['kind'] in o.own_kinds for o in (self,*self.parts)): return WatchedConnection._handle(self, msg, line)
+    if not self.leads or any(msg['kind'] in o.own_kinds for o in (self,*self.parts)): return VotingConnection._handle(self, msg, line)
     for_all = line.rank==self.parent or self._relays(msg)
-    if for_all: self._send(line.rank, **msg)
+    if for_all: self.send(line.rank, **msg)
     else: self.send_to(self.parent, **self._in_short(msg))
-    if for_all or msg['kind']=='bye': WatchedConnection._handle(self, msg, line)
+    if for_all or msg['kind']=='bye': VotingConnection._handle(self, msg, line)

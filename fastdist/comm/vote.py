@@ -23,12 +23,14 @@ from .faults import *
 # %% ../../nbs/106_comm.vote.ipynb #7ef22d09
 class VotingConnection(Faults):
     "Control connection that also has meetings, votes and notes"
-    patience,relayed = 600.,{'note'}
+    relayed = {'note'}
     def __init__(self,
         world, # As for `ControlConnection`
-        tick=1. # As for `ControlConnection`
+        patience:float=600., # Seconds without progress, or of waiting for a rank that does not come, after which it is an error
+        tick:float=None # As for `ControlConnection`; a second by default, or a quarter of `patience`
     ):
-        super().__init__(world, tick)
+        super().__init__(world, ifnone(tick, min(1, patience/4)))
+        self.patience = patience
         self.exchanges,self.confirmed = Exchanges(),None # generation, number and name of the last agreement on an exception
         self.meetings,self.met,self.here = 0,0,dict.fromkeys(range(world.size), 0) # that this rank came to, that are over, that each rank came to
         self.notes,self.board,self.passed = [],{},None # generation, exchange and name of each note; key -> text; where rank 0 has passed by

@@ -25,6 +25,7 @@ from ..job.options import *
 from ..job.accelerate import *
 from ..comm.control import *
 from ..comm.steps import *
+from ..comm.watchdog import *
 from ..comm.relay import *
 from ..comm.inquiry import *
 
@@ -140,7 +141,8 @@ class Job:
 def _join(self:Job, how, patience):
     patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
     self.own_line = self.world.size>1 and control_connection() is None
-    if self.world.size>1: self.line = control_connection() or self._connect(patience)
+    new = RelayedConnection(self.world, patience).add(StepAgreement, Watchdog, Inquiry) if self.own_line else None
+    if self.world.size>1: self.line = new.open(max(10, patience)) if new else control_connection()
     self.member.join(**how)
     if self.own_line: self.line.arm()
 
@@ -159,13 +161,6 @@ def _close(self:Job):
     if self.live: self.live.release()
     self.member.leave()
 
-# %% ../../nbs/504_train.context.ipynb #b299aef1
-@patch
-def _connect(self:Job, patience):
-    line = RelayedConnection(self.world, patience)
-    for o in (StepAgreement,Inquiry): line.add(o)
-    return line.open(max(10, patience))
-
 # %% ../../nbs/504_train.context.ipynb #04789a41
 @patch
 @contextmanager
@@ -178,7 +173,7 @@ def together(self:Job,
     if line.failed or line.trouble: self._renew()
     line.arm()
     try:
-        with line.watch(where, pos): yield
+        with line.part(Watchdog).watch(where, pos): yield
     except BaseException as e: self.blame(e)
     line.arm()
 

@@ -28,6 +28,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import ShortEpochCallback
 from ..job.callbacks import *
 from ..comm.control import *
+from ..comm.watchdog import *
 from ..comm.rng import *
 from ..evaluate.trial import *
 from ..state.values import *
@@ -228,7 +229,7 @@ def settle(self:Events,
     "Wait until all ranks raise `e` at this place, unless they are known to; raise `RankError` on all of them where they do not"
     line = control_connection()
     if is_agreed(e) or self.vote is None or line is None or line.failed: return
-    line.confirm(f'{type(e).__name__} raised in {where}')
+    line.part(Watchdog).confirm(f'{type(e).__name__} raised in {where}')
     e.agreed = True
 
 @patch
