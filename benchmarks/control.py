@@ -5,6 +5,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from fastcore.all import call_parse
 from fastdist.comm.relay import RelayedConnection
+from fastdist.comm.vote import Notes
 from fastdist.comm.watchdog import Watchdog
 from fastdist.job.fork import RankError
 from fastdist.job.world import World
@@ -76,7 +77,7 @@ def killed(line, size):
 def be_rank(rank, size, local, job, gate):
     os.read(gate, 1)
     start,cpu = time.monotonic(),time.process_time()
-    line = RelayedConnection(World(rank, size, rank%local, local, rank//local, size//local, master_addr='127.0.0.1'), patience=60).add(Watchdog)
+    line = RelayedConnection(World(rank, size, rank%local, local, rank//local, size//local, master_addr='127.0.0.1'), patience=60).add(Notes,Watchdog)
     line.most = 0
     line.open(120)
     res = dict(start=(None, time.monotonic()-start, traffic(line)), memory=int(Path('/proc/self/statm').read_text().split()[1])*4096)

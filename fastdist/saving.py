@@ -24,6 +24,7 @@ from fastai.text.learner import TextLearner
 from .job.errors import *
 from .job.group import *
 from .comm.control import *
+from .comm.vote import *
 from .state.files import *
 from .state.values import *
 from .comm.rank0 import *
@@ -88,7 +89,7 @@ def save_encoder(self:TextLearner,
 # %% ../nbs/701_saving.ipynb #992d8af0
 def _known_as(file):
     "Return the name under which rank 0 wrote what this rank calls `file`"
-    return control_connection().renamed.get(str(file), file) if control_connection() and isinstance(file, (str,Path)) else file
+    return control_connection().part(Notes).renamed.get(str(file), file) if control_connection() and isinstance(file, (str,Path)) else file
 
 def _args(f, learn, layout, *args, **kwargs):
     "Return the arguments of `f` by name, with the device that `layout` reads to, and the path of the file"

@@ -6,6 +6,7 @@ from fastai.basics import *
 from fastdist import *
 from fastdist.comm.control import control_connection
 from fastdist.comm.relay import RelayedConnection
+from fastdist.comm.vote import Notes
 from fastdist.comm.watchdog import Watchdog
 from fastdist.job.errors import RankError
 from fastcore.basics import stop
@@ -22,7 +23,7 @@ def world_in(nodes, rank):
     return World(rank, len(nodes), nodes[:rank].count(node), nodes.count(node), node, len(set(nodes)), master_addr='127.0.0.1')
 
 def opened(nodes, rank, patience=60., most=2):
-    line = RelayedConnection(world_in(nodes, rank), patience).add(Watchdog)
+    line = RelayedConnection(world_in(nodes, rank), patience).add(Notes,Watchdog)
     line.most = most
     return line.open(20)
 
@@ -61,8 +62,8 @@ def test_votes_and_notes(nodes, most):
     def f(line):
         line.renew()
         lines = len(line.lines)
-        line.tell_note(str(line.rank), 'a file', f'by {line.rank}') if line.world.local_rank==0 else None
-        notes = [line.note(str(nodes.index(o)), line.check) for o in range(3) if nodes[line.rank]!=o or line.world.local_rank]
+        line.part(Notes).tell(str(line.rank), 'a file', f'by {line.rank}') if line.world.local_rank==0 else None
+        notes = [line.part(Notes).wait(str(nodes.index(o)), line.check) for o in range(3) if nodes[line.rank]!=o or line.world.local_rank]
         return [line.agree((line.rank+i)%n) for i in range(n)],[line.agree(i==line.rank) for i in range(n)],notes,lines
     for rank,(a,b,notes,lines) in enumerate(on(nodes, f, most=most)):
         test_eq((a,b), ([n-1]*n,[1]*n))
@@ -212,8 +213,8 @@ def test_a_rank_waits_for_a_note_of_a_place_that_is_passed():
         line.renew()
         if line.rank==4:
             with line.exchanges.of('a file', 'note'):
-                while not line.missed(): time.sleep(0.01)
-            gone,_ = line.missed()
+                while not line.part(Notes).missed(): time.sleep(0.01)
+            gone,_ = line.part(Notes).missed()
         return line.agree(0) or line.rank==4 and gone
     assert 'rank 0 in a vote' in on(blocks, f)[4]
 

@@ -10,7 +10,7 @@ from fastdist import *
 from fastdist.job.world import World
 from fastdist.comm.messages import Line
 from fastdist.comm.steps import StepAgreement
-from fastdist.comm.vote import VotingConnection
+from fastdist.comm.vote import Notes,VotingConnection
 from fastdist.comm.watchdog import Watchdog
 
 ours = {'wish','fence','fenced','decided','reached'}
@@ -43,7 +43,7 @@ def run_steps(steps, rank, n, chance, rng):
 
 def many(rank, n=800):
     rng = random.Random(rank)
-    with agreeing(Watchdog) as (line,steps), counted() as sent:
+    with agreeing(Notes,Watchdog) as (line,steps), counted() as sent:
         steps.begin_steps(0)
         res,asked = run_steps(steps, rank, n, .005, rng)
         line.meet()
@@ -60,7 +60,7 @@ def test_many_rounds_at_random_speeds(size):
         assert sent['reached']==n<=sent['fenced']<=n+1
 
 def quiet(rank):
-    with agreeing(Watchdog) as (line,steps), counted() as sent:
+    with agreeing(Notes,Watchdog) as (line,steps), counted() as sent:
         steps.begin_steps(0)
         begun = line.exchanges.n
         for _ in range(300):
@@ -159,7 +159,7 @@ def test_who_begins_a_fit_first_may_ask_first(): test_eq(on_ranks(early, 3), [[1
 def dies(rank, who):
     "What a rank hears when another is killed as it is told of a round; that one is a child of its process, which returns how it ended"
     if rank==who and (pid := os.fork()): return os.waitpid(pid, 0)[1]
-    with agreeing(Watchdog) as (line,steps):
+    with agreeing(Notes,Watchdog) as (line,steps):
         steps.begin_steps(0)
         if rank==who: steps.on_fence = lambda **msg: os.kill(os.getpid(), signal.SIGKILL)
         line.meet()
@@ -175,7 +175,7 @@ def test_a_rank_killed_in_a_round(who): test_eq(on_ranks(partial(dies, who=who),
 
 def waits(rank):
     "The thread of rank 1 does not answer, so the others wait at their fence, until Ctrl-C ends rank 0"
-    with agreeing(Watchdog) as (line,steps), redirect_stderr(io.StringIO()) as err:
+    with agreeing(Notes,Watchdog) as (line,steps), redirect_stderr(io.StringIO()) as err:
         steps.begin_steps(0)
         line.part(Watchdog).notice = 1
         if rank==1: steps.on_fence = noop
@@ -219,7 +219,7 @@ def leaves_at_once(rank):
     def slow(self, **msg):
         if msg['kind']=='all' and self is [*line.lines.values()][-1]: time.sleep(.5) # the other one has left by then
         send(self, **msg)
-    with VotingConnection(this_world()).add(Watchdog).open() as line, mock.patch.object(Line, 'send', slow):
+    with VotingConnection(this_world()).add(Notes,Watchdog).open() as line, mock.patch.object(Line, 'send', slow):
         if rank==0: time.sleep(.2) # the last to come tells the others, from its main thread
         line.meet()
 

@@ -70,7 +70,7 @@ def _is_first(self:Faults, gen):
     return not known
 
 @patch
-def _relays(self:Faults, msg): return self._is_first(msg['gen']) if msg['kind'] in ('error','stuck') else msg['kind'] in self.relayed
+def _relays(self:Faults, msg): return self._is_first(msg['gen']) if msg['kind'] in ('error','stuck') else ControlConnection._relays(self, msg)
 
 # %% ../../nbs/105_comm.faults.ipynb #b7fee7ba
 @patch

@@ -27,6 +27,7 @@ from ..job.store import *
 from ..job.group import *
 from .exchanges import *
 from .control import *
+from .vote import *
 from .collectives import *
 
 # %% ../../nbs/110_comm.rank0.ipynb #7ffe52b1
@@ -66,23 +67,23 @@ class _PassedBy(Exception): "Raised where rank 0 has done work under another nam
 
 class _LineNotes:
     "Notes over the control connection, inside a context"
-    def __init__(self, line): self.line = line
+    def __init__(self, line): self.line,self.notes = line,line.part(Notes)
     def begin(self, key): "No operation: inside a context the control connection shows where rank 0 is"
     def count(self, name):
         "Return the number of calls of `name` in this generation, this one included"
-        calls,call = self.line.calls,(self.line.generation,name)
+        calls,call = self.notes.calls,(self.line.generation,name)
         calls[call] = calls.get(call, 0)+1
         return calls[call]
     def put(self, key, what, note):
         "Send `note`, with key `key`, about the work `what` to all ranks"
-        self.line.tell_note(key, what, note)
+        self.notes.tell(key, what, note)
     def get(self, key, what, anywhere):
         "Return the note at `key` when it is set; unless `anywhere`, raise an error if rank 0 passes this place without it"
-        with exchange(what, 'note'): return self.line.note(key, self.line.check if anywhere else partial(self._must_come, what))
+        with exchange(what, 'note'): return self.notes.wait(key, self.line.check if anywhere else partial(self._must_come, what))
 
     def _must_come(self, what):
         "Raise `RankError` if rank 0 has passed this place; `_PassedBy` if it has done the work under another name"
-        missed = self.line.missed()
+        missed = self.notes.missed()
         if not missed: return
         if missed[1] and what!='rank0_first': raise _PassedBy(first(get_close_matches(what, missed[1], 1, 0)))
         raise RankError(None, f'rank {self.line.rank} waits for rank 0 to come to {what!r}, {place_of(sys._getframe())}; but {missed[0]}. HINT: call it on all ranks')
@@ -156,7 +157,7 @@ def rank0_named(
 def _renamed(mine, name):
     "Warn that the name on rank 0 is `name` instead of `mine`, record it for a later load, and return it"
     warn(f'rank {control_connection().rank} asked for {mine!r} where rank 0 did {name!r}, and what rank 0 does counts. HINT: use one name on all ranks')
-    control_connection().renamed[mine] = name
+    control_connection().part(Notes).renamed[mine] = name
     return name
 
 # %% ../../nbs/110_comm.rank0.ipynb #1bf7d049

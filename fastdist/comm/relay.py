@@ -31,7 +31,7 @@ from .vote import *
 class RelayedConnection(VotingConnection):
     "Control connection in which the first rank of each node relays for its node, where more than `most` ranks are on several nodes"
     most = 256 # at the start rank 0 may open four files for each rank, which is the usual limit of 1,024
-    own_kinds = {'forward','passed'} # as of a `ControlPart`
+    own_kinds = {'forward'} # as of a `ControlPart`
     def __init__(self,
         world, # As for `VotingConnection`
         patience:float=600. # As for `VotingConnection`

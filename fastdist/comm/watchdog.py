@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from fastcore.all import *
 from .exchanges import *
 from .control import *
+from .vote import *
 
 # %% ../../nbs/108_comm.watchdog.ipynb #e339234f
 _outside,_no_pos = lambda: 'between two fits',lambda: None
@@ -149,7 +150,7 @@ def _go_through_reports(self:Watchdog, now):
     own = self.standing(now) if fresh else None
     if own: self.reports[0] = now,own
     for r,at in fresh.items():
-        if at['kind']=='note': self.control.answer_note(r, at, own)
+        if at['kind']=='note': self.control.part(Notes).answer(r, at, own)
     if any(at['kind']=='cancel' and not at.get('asked') for at in fresh.values()): self.control.send(kind='ask')
     recent = self._recent(now)
     self._compare(fresh, recent)

@@ -24,6 +24,7 @@ from ..job.group import *
 from ..job.options import *
 from ..job.accelerate import *
 from ..comm.control import *
+from ..comm.vote import *
 from ..comm.steps import *
 from ..comm.watchdog import *
 from ..comm.relay import *
@@ -141,7 +142,7 @@ class Job:
 def _join(self:Job, how, patience):
     patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
     self.own_line = self.world.size>1 and control_connection() is None
-    new = RelayedConnection(self.world, patience).add(StepAgreement, Watchdog, Inquiry) if self.own_line else None
+    new = RelayedConnection(self.world, patience).add(StepAgreement, Notes, Watchdog, Inquiry) if self.own_line else None
     if self.world.size>1: self.line = new.open(max(10, patience)) if new else control_connection()
     self.member.join(**how)
     if self.own_line: self.line.arm()
