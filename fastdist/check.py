@@ -184,7 +184,7 @@ def check_job(
 # %% ../nbs/703_check.ipynb #23f4550e
 def _all_checks(rep, learn, nprocs, make, shard=False):
     "Check the places of ranks, and the rest where these are good"
-    places = gather_objs(place_of(rep.world))
+    places = gather_objs(rank_place(rep.world))
     rep.say(place_table(places), '')
     rep.add(check_world(places, missing_ranks(len(places), nprocs)))
     if rep.ok:

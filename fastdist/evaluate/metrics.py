@@ -32,7 +32,7 @@ def whole_batch(
     settled:list=() # Tensors that do not belong to the batch, whatever their length
 )->dict: # Attribute name -> its value in one process, on the CPU
     "Return the batch that one process would have; one exchange"
-    rows = rows_of(learn, find_bs(learn.yb or learn.xb)) if learn is not None else None
+    rows = sample_rows(learn, find_bs(learn.yb or learn.xb)) if learn is not None else None
     mine = rows and ({k:v for k,v in rows.items() if not any(v is o for o in settled)},loss)
     parts,losses = zip(*[o for o in gather_objs(mine) if o])
     num,den = [sum(l[i] for l in losses) for i in range(2)]
@@ -191,7 +191,7 @@ def _from_rank0(states, sizes):
 # %% ../../nbs/305_evaluate.metrics.ipynb #9a01c011
 def _into(old, new):
     "Return `new`, written into the object `old` where possible, since the user may hold that elsewhere"
-    if type(old) is not type(new) or same_value(old, new): return new if type(old) is not type(new) else old
+    if type(old) is not type(new) or equal_values(old, new): return new if type(old) is not type(new) else old
     if isinstance(old, dict): dict.update(old, {k:_into(old.get(k), v) for k,v in new.items()})
     elif isinstance(old, list): old[:] = new
     elif not is_helper(old): return new

@@ -94,6 +94,6 @@ def first_apart(
         for rank,ps in enumerate(many):
             mine = [o for o in ps if o[0]==name][k:k+1]
             if not mine or len(mine[0][2])!=len(whole): continue
-            pairs = [(rows_of(w, t, sum(sizes[:rank]), n),t) for w,t in zip(whole, mine[0][2])]
+            pairs = [(rank_rows(w, t, sum(sizes[:rank]), n),t) for w,t in zip(whole, mine[0][2])]
             gaps += [gap(w, t) for w,t in pairs if w is not None]
         if max([g for g in gaps if g is not None], default=0.)>floor: return name,line,max(g for g in gaps if g is not None)
