@@ -129,7 +129,10 @@
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
 - `fastdist.train.weights`: Weight of this rank's batch in the global batch"""
 
+import accelerate
+from types import ModuleType
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from fastai.torch_core import num_distrib, rank_distrib
 from .job.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, WorldError
 from .job.world import World, own_version
 from .job.group import this_world, setup_distrib, teardown_distrib
@@ -147,4 +150,10 @@ from .observe.timeline import Timeline
 __version__ = own_version()
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-    'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted', 'Timeline']
+    'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
+
+def __getattr__(name):
+    "Return what Accelerate calls `name`, so that a script that imports from it may import from fastdist"
+    res = None if name.startswith('_') else getattr(accelerate, name, None)
+    if res is None or isinstance(res, ModuleType): raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return res
