@@ -47,7 +47,7 @@ def heard(line, f):
     try: f()
     except Exception as e:
         e = e if isinstance(e, RankError) else line.cause(e)
-        return e.rank,e.msg,time.monotonic()-start<20
+        return e.rank,e.msg,time.monotonic()-start<4
 
 def same_for(res, who, text, soon=True):
     "Check that all ranks but `who` have the same error of `who` within seconds"
