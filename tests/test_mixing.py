@@ -12,6 +12,9 @@ class HandNorm(nn.Module):
     "Batch norm by hand, in training only"
     def forward(self, x): return (x-x.mean(0))/(x.std(0)+1e-3) if self.training else x
 
+class Centre(nn.Module):
+    def forward(self, x): return x-x.mean(0)
+
 class Spread(nn.Module):
     "StyleGAN's minibatch standard deviation"
     def forward(self, x): return torch.cat([x, x.std(0).mean().expand(len(x),1)], 1)
@@ -196,6 +199,28 @@ def test_in_shards_a_rank_that_fails_serves_the_others(on, monkeypatch):
     plain = on_ranks(fit_in_units, 3, timeout=60, join=False)
     test_eq([o for o,_ in plain], [[],[],[]])
     for (_,a),(_,b) in zip(res, plain): assert all(map(torch.equal, a, b))
+
+def fit_few(rank):
+    "Two samples a rank in the only batch, none on the last of three ranks"
+    set_seed(3)
+    data = list(zip(torch.randn(4,6), torch.arange(4)%3))
+    dls = DataLoaders.from_dsets(data, data, bs=2, drop_last=False, num_workers=0, device='cpu')
+    learn = Learner(dls, nn.Sequential(nn.Linear(6,8), Centre(), nn.Linear(8,3)), loss_func=CrossEntropyLossFlat())
+    return [o for o in said(learn, shard=True) if 'mixes' in o],[p.detach() for p in learn.model.parameters()]
+
+@pytest.mark.parametrize('fit', (fit_in_units,fit_few))
+def test_in_shards_what_cannot_be_told_on_rank_0_ends_the_trial_on_all(fit, monkeypatch):
+    plain = on_ranks(fit, 3, timeout=60, join=False)
+    test_eq([len(o) for o,_ in plain], [1,0,0])
+    def fails(*_): raise RuntimeError('outputs that cannot be compared')
+    monkeypatch.setattr(mixing, '_differs', fails)
+    res = on_ranks(fit, 3, timeout=60, join=False)
+    test_eq([o for o,_ in res], [[],[],[]])
+    for (_,a),(_,b) in zip(res, plain): assert all(map(torch.equal, a, b))
+
+def test_of_two_samples_what_gives_nan_for_one_is_named():
+    names = [mixing.first_mixing(mixing.LoneTrial(nn.Sequential(nn.Linear(6,8), m)), (torch.randn(2,6),)) for m in (HandNorm(),nn.LayerNorm(8))]
+    test_eq(names, ['1',None])
 
 def test_a_trial_leaves_nothing():
     "Weights are those of plain training, where the model counts its calls and holds a list, and a hook of the user's sees only what one process shows it"

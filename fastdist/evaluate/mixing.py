@@ -16,6 +16,8 @@ __all__ = ['unhooked', 'lone_copies', 'module_outputs', 'LoneTrial', 'first_mixi
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #b9e1a0d0
 import torch
+from functools import cache
+from itertools import takewhile
 from contextlib import contextmanager
 from types import BuiltinFunctionType,FunctionType,ModuleType
 from torch import nn
@@ -102,10 +104,10 @@ class LoneTrial:
         return [module_outputs(model, xb, training) for _ in range(times)][-1]
 
     def agreed(self,
-        b:bool # What this rank has found
+        found:callable # Returns whether something was found
     )->bool: # What ranks go by
-        "Return `b`"
-        return b
+        "Return what `found` returns"
+        return found()
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #25302da6
 def _joins(a, b, w, c, n, grad):
@@ -119,7 +121,8 @@ def _joins(a, b, w, c, n, grad):
 def _near(a, b):
     "Return whether `a` is `b` but for rounding, that of convolutions over other batch sizes too"
     tol = 5e-2 if a.dtype in (torch.half,torch.bfloat16) or torch.is_autocast_enabled(a.device.type) else 1e-4
-    return a.shape==b.shape and bool(((a-b).abs().nan_to_num().max() if a.numel() else a.new_zeros(()))<=tol*b.abs().nan_to_num().max()+1e-6)
+    if a.shape!=b.shape or not torch.equal(a.isnan(), b.isnan()): return False # NaN in one only: as the deviation of one sample
+    return not a.numel() or bool((a-b).abs().nan_to_num().max()<=tol*b.abs().nan_to_num().max()+1e-6)
 
 def _mixes(whole, a, b, c, n):
     joins = lambda i: _joins(a[i][0], b[i][0], whole[i][0], c, n, whole[i][1])
@@ -130,6 +133,9 @@ def _cut(xb, n, sl): return tuple(apply(lambda o: o[sl] if isinstance(o, torch.T
 
 def _draws(a, b): return len(a)!=len(b) or any(len(x)!=len(y) or not all(_near(s, t) for (s,_),(t,_) in zip(x, y)) for x,y in zip(a, b))
 
+# %% ../../nbs/312_evaluate.mixing.ipynb #5e2c35fc
+def _up_to(names, last): return [*takewhile(lambda k: k!=last, names), last]
+
 def _differs(whole, a, b, c, n):
     "Return the name of the first module that mixes, and whether all were called as often in the parts `a` and `b`"
     told = {k for k,calls in whole.items() if len(calls)==len(a.get(k, []))==len(b.get(k, []))}
@@ -138,15 +144,17 @@ def _differs(whole, a, b, c, n):
 # %% ../../nbs/312_evaluate.mixing.ipynb #7599a686
 def _first(trial, xb, n, training):
     "Return the name of the first module that mixes the `n` samples in `xb`, if any, and whether that is sure; only what differs is tried again"
-    run = lambda sl: trial.run(_cut(xb, n, sl), training)
-    split = lambda c: _differs(whole, run(slice(c)), run(slice(c,n)), c, n)
+    run = lambda sl, *args: trial.run(_cut(xb, n, sl), training, *args)
+    split = lambda c: cache(partial(_differs, whole, run(slice(c)), run(slice(c,n)), c, n)) # called where something is found
     whole,c = run(slice(n)),n//3 or 1
-    name,sure = split(c)
-    if not trial.agreed(name is not None): return None,trial.agreed(sure)
-    again,ks = trial.run(_cut(xb, n, slice(n)), training, 2),[*whole]
-    if trial.agreed(name is None or any(_draws(whole[k], again.get(k, [])) for k in ks[:ks.index(name)+1])): return None,False
-    same = trial.agreed(n==2*c) or trial.agreed(split(n-c)[0]==name)
-    return (name if same else None),same
+    found = split(c)
+    if not trial.agreed(lambda: found()[0] is not None): return None,trial.agreed(lambda: found()[1])
+    again = run(slice(n), 2)
+    if trial.agreed(lambda: any(_draws(whole[k], again.get(k, [])) for k in _up_to(whole, found()[0]))): return None,False
+    if not trial.agreed(lambda: n==2*c):
+        other = split(n-c)
+        if not trial.agreed(lambda: other()[0]==found()[0]): return None,False
+    return found()[0],True
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #447720d3
 def first_mixing(
@@ -157,7 +165,7 @@ def first_mixing(
     "Return the first module whose output for a sample depends on other samples; raise `ValueError` where no trial can be made"
     n = find_bs(xb)
     xb = _cut(xb, n, slice(most))
-    if trial.agreed(n<2): raise ValueError('one sample shows nothing')
+    if trial.agreed(lambda: n<2): raise ValueError('one sample shows nothing')
     with unnoticed():
         for training in (True,False):
             name,sure = _first(trial, xb, min(n, most), training)

@@ -118,7 +118,7 @@ def idle(self:ForwardPasses)->bool: # Whether there was a pass
 @contextmanager
 def tried(self:ForwardPasses):
     "Return a context manager for a pass that all ranks make, without a backward pass; where it fails, the rank takes part in those of the others, and raises its error"
-    self.free = self.telling = self.serves = True
+    was,self.free,self.telling,self.serves = (self.free,self.telling),True,True,True
     try: yield
     except Exception:
         self.end()
@@ -127,7 +127,7 @@ def tried(self:ForwardPasses):
     finally:
         self.idle()
         for s in self.cut.values(): s.rest()
-        self.free = self.telling = self.serves = False
+        (self.free,self.telling),self.serves = was,False
 
 
 # %% ../../nbs/525_train.shard_passes.ipynb #f06e6eff
@@ -147,10 +147,6 @@ class ShardTrial:
         self.model,self.passes,self.rank = model,passes,rank
         self.attempt(partial(_check_quiet, model))
 
-    def agreed(self, b):
-        "Return what rank 0 has found"
-        return bool(control_connection().agree(int(b and not self.rank), 'a trial of the model in shards'))
-
     def attempt(self, f):
         "Return the result of `f`, `{}` where it fails; raise `ValueError` on all ranks if it fails on rank 0"
         res,failed = {},False
@@ -158,8 +154,14 @@ class ShardTrial:
         except Exception as e:
             if isinstance(e, RankError) or is_broken(e): raise
             failed = True
-        if self.agreed(failed): raise ValueError('the trial failed on rank 0')
+        if self._tell(failed): raise ValueError('the trial failed on rank 0')
         return res
+
+    def _tell(self, b): return bool(control_connection().agree(int(b and not self.rank), 'a trial of the model in shards'))
+
+    def agreed(self, found):
+        "Return what `found` returns on rank 0, where alone it is called"
+        return self._tell(self.attempt(lambda: not self.rank and found()))
 
     def run(self, xb, training, times=1):
         "Return `module_outputs` of the model in the last of `times` passes, and put the model back"
