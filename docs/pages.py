@@ -12,12 +12,16 @@ folders = 'tutorials','guides','reference'
 
 def _mtime(paths): return max(p.stat().st_mtime for p in paths)
 
+def _stamp(copy): return copy.with_suffix('.ran') # touched when a build has gone through: a copy alone may be one that it was broken off at
+
+def _ran(copy): return _mtime([_stamp(copy)]) if copy.exists() and _stamp(copy).exists() else 0
+
 def stale():
-    "Return the notebooks that ran before they, or fastdist, changed"
+    "Return the notebooks that have not run since they, or fastdist, changed"
     code = _mtime((root/'fastdist').rglob('*.py'))
     nbs = [root/'nbs/index.ipynb', *(p for o in folders for p in sorted((root/'nbs'/o).glob('*.ipynb')))]
     ran = {p:made/p.relative_to(root/'nbs') for p in nbs}
-    return {p:o for p,o in ran.items() if not o.exists() or o.stat().st_mtime<max(code, p.stat().st_mtime)}
+    return {p:o for p,o in ran.items() if _ran(o)<max(code, p.stat().st_mtime)}
 
 def run(
     workers=3 # Notebooks that run at a time
@@ -27,12 +31,13 @@ def run(
     if not todo: return
     for src,dst in todo.items():
         dst.parent.mkdir(parents=True, exist_ok=True)
+        _stamp(dst).unlink(missing_ok=True)
         shutil.copyfile(src, dst)
     names = '|'.join(re.escape(o.name) for o in todo.values())
     cmd = [str(Path(sys.executable).with_name('nbdev-test')), str(made), '--save', '--n-workers', str(workers), '--file-re', f'^({names})$']
     env = dict(OMP_WAIT_POLICY='passive', FASTDIST_AUDIT='1')|os.environ # threads of notebooks side by side that spin take the cores from each other
     failed = subprocess.run(cmd, cwd=root, env=env).returncode or any(map(_differs, todo.values()))
-    if not failed: return [o.touch() for o in todo.values()]
+    if not failed: return [_stamp(o).touch() for o in todo.values()]
     for o in todo.values(): o.unlink()
     raise RuntimeError(f'A page failed in the build. HINT: run `nbdev-test` on it; one of {sorted(o.stem for o in todo.values())}')
 

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent/'docs'))
+import pages
 from links import problems
 
 def site(tmp_path, body, other='<h1 id="there">There</h1>', **kw):
@@ -31,3 +32,14 @@ def test_canonical_links_are_the_site_itself(tmp_path):
     assert site(tmp_path, body, url='http://127.0.0.1:8765/')==['<link> loads http://127.0.0.1:9000/x.css']
 
 def test_a_directive_that_shows(tmp_path): assert site(tmp_path, '<pre><code><span class="c1">\n<span>#| export</span>\n</code></pre>')==['a directive shows: <span>#| export</span>']
+
+def test_a_page_whose_build_was_broken_off_runs_again(tmp_path, monkeypatch):
+    page = tmp_path/'guides/hangs.ipynb'
+    page.parent.mkdir()
+    monkeypatch.setattr(pages, 'made', tmp_path)
+    ran = lambda: page not in pages.stale().values()
+    assert not ran()
+    page.write_text('a copy that was not run to its end')
+    assert not ran()
+    pages._stamp(page).touch()
+    assert ran()

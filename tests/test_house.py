@@ -1,0 +1,74 @@
+"How the code lies: what imports what, names that are there once, and the rooms that a step, an error and a save pass"
+import ast,re,sys,tempfile
+from collections import Counter
+from pathlib import Path
+import pytest
+from fastcore.test import *
+from fastai.basics import *
+from fastdist import *
+import fastdist
+
+house = Path(fastdist.__file__).parent
+trees = {str(f.relative_to(house).with_suffix('')).replace('/', '.'):ast.parse(f.read_text()) for f in house.rglob('*.py') if f.name not in ('__init__.py','_modidx.py')}
+place = {m[2]:m[1] for f in (house.parent/'nbs').glob('*.ipynb') if (m := re.match(r'(\d{3})_(.*)\.ipynb', f.name))} # name -> number
+
+def imported(room, node):
+    "Return the room that `node` imports from, as `room` names it; `None` where it is none of ours"
+    if not isinstance(node, ast.ImportFrom): return
+    if node.level: return '.'.join([*room.split('.')[:-node.level], *filter(None, [node.module])])
+    return node.module.removeprefix('fastdist.') if node.module.startswith('fastdist.') else None
+
+def test_rooms_import_from_below():
+    "Also inside of functions; a front door may be above its user only there"
+    pairs = [(k,o) for k,t in trees.items() for n in ast.walk(t) if (o := imported(k, n)) in place]
+    assert len(pairs)>300
+    test_eq([(k,o) for k,o in pairs if place[o]>=place[k]], [])
+
+def test_a_public_name_is_there_once():
+    names = Counter(o for t in trees.values() for n in t.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0])=='__all__' for o in ast.literal_eval(n.value))
+    assert len(names)>300
+    test_eq([k for k,n in names.items() if n>1], [])
+
+calls = Counter() # of functions of ours, on this rank
+
+def note(frame, event, _):
+    name = frame.f_globals.get('__name__', '')
+    if event=='call' and name.startswith('fastdist.'): calls[name.removeprefix('fastdist.'),frame.f_code.co_name] += 1
+
+class Traced(Callback):
+    "Counts calls from an event of a batch to another: pairs of name and number of the batch"
+    def __init__(self, first, last=('after_fit',0)):
+        for (event,i),f in ((first,note),(last,None)): setattr(self, event, partial(self.watch, i, f))
+    def watch(self, i, f):
+        if self.training and self.iter==i: sys.setprofile(f)
+
+class Fails(Callback):
+    def before_step(self):
+        if self.rank and self.iter==3: raise ValueError('a step that fails')
+
+def traced(rank, walk, cbs=(), **kw):
+    "Return the number of rooms that a rank entered during `walk`, and of calls in them, and the calls"
+    data = list(zip(torch.randn(64,8), torch.arange(64)%2))
+    dls = DataLoaders.from_dsets(data, data, bs=4, num_workers=0, device='cpu')
+    learn = Learner(dls, nn.Sequential(nn.Linear(8,8), nn.ReLU(), nn.Linear(8,2)), loss_func=CrossEntropyLossFlat())
+    learn.rank = rank
+    try:
+        with learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging(): learn.fit(1, .1, cbs=[walk,*cbs])
+    except Exception as e: assert cbs and isinstance(e, (ValueError,RankError)), e
+    finally: sys.setprofile(None)
+    return len({k for k,_ in calls}),sum(calls.values()),calls
+
+@pytest.mark.parametrize('shard,rooms,calls', ((False,28,221),(True,34,300)))
+def test_a_step_passes_few_rooms(shard, rooms, calls):
+    for r,n,_ in on_ranks(lambda rank: traced(rank, Traced(('before_batch',3), ('before_batch',4)), shard=shard), 2, join=False):
+        assert r<=rooms and n<=calls, (r,n)
+
+def test_an_error_is_put_back_once():
+    r,_,calls = on_ranks(lambda rank: traced(rank, Traced(('before_step',3)), [Fails()]), 2, join=False)[1]
+    assert r<=48, r
+    assert all(n<=3 for (_,f),n in calls.items() if f in ('unwrap','blame')), calls
+
+def test_a_save_makes_few_calls():
+    with tempfile.TemporaryDirectory() as d:
+        for r,n,_ in on_ranks(lambda rank: traced(rank, Traced(('before_step',4), ('before_batch',6)), [Checkpoint(d, every=5)]), 2, join=False):
+            assert r<=46 and n<=5000, (r,n)
