@@ -1,4 +1,20 @@
-"""Modules:
+"""fastai on N processes: `from fastdist import *`, and every Learner has its contexts. The other names are for what a Learner does not do:
+
+| name | what it is for |
+|---|---|
+| `learn.distrib_ctx()`, `learn.parallel_ctx()` | train on all ranks of a job; on all GPUs of one process |
+| `learn.lean()` | the faster step of ranks, in one process |
+| `Accelerator` | start ranks from a script or a notebook, with everything that an Accelerator of Accelerate has |
+| `Checkpoint` | a callback with which a training that is killed goes on |
+| `Timeline`, `DesyncCheck` | callbacks that show which rank is late, and the step after which ranks differ |
+| `rank0_first` | rank 0 first, then the others: downloads, caches |
+| `DistributedDL` | a loader's batches for one rank |
+| `DistributedTrainer`, `ParallelTrainer` | the callbacks behind the contexts |
+| `setup_distrib`, `teardown_distrib`, `this_world`, `World` | join a job and leave it by hand; rank, size and device of this process |
+| `on_ranks` | call a function on a few CPU ranks, as the pages here do |
+| `RankError`, `WorldError`, `OptionError`, `DesyncError`, `ResumeError`, `HomeError`, `Preempted` | what is raised, each with what was set, what was found, and what to do |
+
+Modules:
 
 - `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
