@@ -17,6 +17,8 @@
 Modules:
 
 - `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
+- `fastdist.base.at_fork`: What a forked child closes of all that it inherits from its parent
+- `fastdist.base.signals`: Handlers of signals, shared with those of the user and of libraries
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
 - `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
 - `fastdist.comm.control`: The control connection between all ranks, beside the process group
@@ -30,7 +32,6 @@ Modules:
 - `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.requests`: Requests for a report of a running process, by a signal or over a socket of its node
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
-- `fastdist.comm.signals`: A signal that interrupts the main thread, shared with the handlers of others
 - `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step
 - `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
 - `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges

@@ -16,11 +16,12 @@ or stop, `comm.watchdog` the search for a rank that does not move, notes of `com
 __all__ = ['ControlConnection', 'ControlPart', 'control_connection']
 
 # %% ../../nbs/104_comm.control.ipynb #25981950
-import inspect,json,math,os,selectors,socket,threading,time
+import inspect,json,math,selectors,socket,threading,time
 from contextlib import suppress
 from weakref import WeakSet
 from fastcore.all import *
 from torch.distributed import PrefixStore
+from ..base.at_fork import *
 from ..job.world import *
 from ..job.store import *
 from .messages import *
@@ -133,6 +134,7 @@ _live = WeakSet()
 @patch
 def _start(self:ControlConnection):
     _live.add(self)
+    close_in_child(self, ControlConnection._drop)
     self._before_start()
     for o in self.parts: o.before_start()
     self.thread = threading.Thread(target=self._run, daemon=True, name='fastdist control')
@@ -306,11 +308,6 @@ def _drop(self:ControlConnection):
     _live.discard(self)
     files = [o.fileobj for o in (self.sel.get_map() or {}).values()]
     for o in [*files, *(v.sock for v in [*self.vote_lines.values(), self.vote_up] if v), self.wake, self.sel]: o.close()
-
-def _drop_all():
-    for o in list(_live): o._drop()
-
-os.register_at_fork(after_in_child=_drop_all)
 
 # %% ../../nbs/104_comm.control.ipynb #f75c075e
 def control_connection()->ControlConnection: # `None` outside of a job

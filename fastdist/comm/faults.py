@@ -16,12 +16,12 @@ only the first error of a generation travels. For the others one line is enough,
 __all__ = ['Faults']
 
 # %% ../../nbs/105_comm.faults.ipynb #dd2867f1
-import math,sys,threading,time,traceback
+import math,signal,sys,threading,time,traceback
 from contextlib import contextmanager,suppress
 from fastcore.all import *
+from ..base.signals import *
 from ..job.errors import *
 from ..job.group import *
-from .signals import *
 from .exchanges import *
 from .control import *
 
@@ -40,7 +40,7 @@ class Faults(ControlConnection):
         self.failed = False # whether this rank has failed, and has told the others
         self.armed,self.amid = False,None # whether the main thread may be interrupted; id of the error that it was handling when it was armed
         self.was_cut = False # whether the process group has been aborted
-        self.main,self.signal = False,UrgentSignal(self._interrupt) # whether `ident` is Python's main thread; the signal that interrupts it
+        self.main,self.signal = False,SharedSignal(signal.SIGURG, lambda _,frame: self._interrupt(frame)) # whether `ident` is Python's main thread; the signal that interrupts it
 
 # %% ../../nbs/105_comm.faults.ipynb #2d8a91e2
 @patch
@@ -178,7 +178,7 @@ def _interfere(self:Faults, now):
 # %% ../../nbs/105_comm.faults.ipynb #bd07c355
 def _swallows(frame):
     "Return whether an error raised at `frame` would only be printed: Python ignores those of finalizers, of weak references and of hooks around a fork"
-    return any(f.f_code.co_name in ('__del__','release_threads','_after_fork','_run_after_forkers') for f in frames_of(frame))
+    return any(f.f_code.co_name in ('__del__','release_threads','_hold_signals','_release_signals','_after_fork','_run_after_forkers') for f in frames_of(frame))
 
 @patch
 def arm(self:Faults):

@@ -14,13 +14,13 @@ process was stopped or a call holds the interpreter's lock, is named as silent. 
 __all__ = ['stack_text', 'answer_of', 'waits_for', 'as_line', 'stacks_of', 'report_text', 'harmless', 'OwnReport', 'Inquiry']
 
 # %% ../../nbs/115_comm.inquiry.ipynb #92b77a65
-import math,os,re,selectors,sys,threading,time,traceback
+import math,os,re,selectors,signal,sys,time,traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
 from fastcore.all import *
+from ..base.signals import *
 from ..job.tracebacks import *
 from ..job.world import *
-from .signals import *
 from .exchanges import *
 from .control import *
 from .watchdog import *
@@ -122,10 +122,13 @@ class OwnReport:
     "Context in which this process reports where it stands when it is asked; without effect outside of the main thread"
     def __init__(self,
         where:callable # Returns in words where the main thread is
-    ): self.where,self.signal,self.urgent,self.server = where,ReportSignal(lambda f: self._answer(f, True)),UrgentSignal(self._answer),None
+    ):
+        self.where,self.server = where,None
+        self.signal = SharedSignal(signal.SIGUSR2, lambda _,frame: self._answer(frame, True), is_default)
+        self.urgent = SharedSignal(signal.SIGURG, lambda _,frame: self._answer(frame))
     def __enter__(self):
         self.signal.install()
-        if threading.current_thread() is threading.main_thread(): self.server = LocalServer(World())
+        if in_main_thread(): self.server = LocalServer(World())
         if self.server: self.urgent.install()
         return self
     def __exit__(self, *exc):

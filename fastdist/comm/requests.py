@@ -13,29 +13,22 @@ be asked listens at a local socket whose name says user, job, rank and process. 
 __all__ = ['RankProcess', 'ReportSignal', 'LocalServer', 'reply', 'running_ranks', 'ask']
 
 # %% ../../nbs/114_comm.requests.ipynb #6082123e
-import os,re,signal,socket,struct,sys,threading,time
+import os,re,signal,socket,struct,sys,time
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
-from weakref import WeakSet
 from zlib import crc32
 from fastcore.all import *
+from ..base.at_fork import *
+from ..base.signals import *
 from ..job.world import *
-from ..job.spawn import *
 
 # %% ../../nbs/114_comm.requests.ipynb #85c859c3
-def _is_main(): return threading.current_thread() is threading.main_thread()
-
-_installed = WeakSet()
-
 class ReportSignal:
-    "Handler of `SIGUSR2`, installed where there is none; signals show in `woken`, or are handled by `handle`"
-    def __init__(self,
-        handle:callable=None # Called in the main thread with the interrupted frame
-    ): self.handle,self.woken,self.wake,self.below = handle,None,None,-1
+    "Handler of `SIGUSR2`, installed where there is none, which makes the socket `woken` readable"
+    def __init__(self): self.handler,self.woken,self.wake,self.below = SharedSignal(signal.SIGUSR2, self._called, is_default),None,None,-1
 
     def _called(self, signum, frame):
-        if self.handle: return self.handle(frame)
         now = _swap_fd(-1)
         _swap_fd(now)
         if self.wake and now!=self.wake.fileno():
@@ -47,10 +40,8 @@ def _swap_fd(fd): return signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
 @patch
 def install(self:ReportSignal):
     "Install the handler, in the main thread and unless there is another one"
-    if not _is_main() or not is_default(signal.SIGUSR2): return
-    signal.signal(signal.SIGUSR2, self._called)
-    _installed.add(self)
-    if self.handle: return
+    if self.wake or not self.handler.install(): return
+    close_in_child(self, ReportSignal._close)
     self.woken,self.wake = socket.socketpair()
     for o in (self.woken,self.wake): o.setblocking(False)
     signal.siginterrupt(signal.SIGUSR2, False)
@@ -69,26 +60,19 @@ def take(self:ReportSignal)->bool:
 @patch
 def uninstall(self:ReportSignal):
     "Undo `install`; a handler that was installed since stays"
-    if not _is_main() or self not in _installed: return
-    _installed.discard(self)
-    if signal.getsignal(signal.SIGUSR2)==self._called: signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    if self.handle: return
+    if not self.wake or not in_main_thread(): return
+    self.handler.uninstall()
     now = _swap_fd(-1)
-    _swap_fd(self.below if now==self.wake.fileno() else now)
+    self._close(self.below if now==self.wake.fileno() else now)
+
+@patch
+def _close(self:ReportSignal, below=-1):
+    if not self.wake: return
+    _swap_fd(below)
     for o in (self.woken,self.wake): o.close()
-
-def _in_child():
-    "Ignore the signal in a forked child, such as a data worker: whoever signals all processes of a job must not end it"
-    for o in list(_installed):
-        if signal.getsignal(signal.SIGUSR2)==o._called: signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        if not o.handle: _swap_fd(-1) # the child closes the socket, and may use the number again
-    _installed.clear()
-
-os.register_at_fork(after_in_child=lambda: _is_main() and _in_child())
+    self.woken = self.wake = None
 
 # %% ../../nbs/114_comm.requests.ipynb #7fd8aa8a
-_servers = WeakSet()
-
 def _job_key(w):
     at = (w.master_addr, w.master_port, *map(os.environ.get, ('FASTDIST_STORE','TORCHELASTIC_RUN_ID'))) if w.size>1 else (os.getpid(),)
     return f'{crc32(repr(at).encode()):08x}'
@@ -106,7 +90,7 @@ class LocalServer:
         if sys.platform!='linux': return
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.setblocking(False)
-        _servers.add(self)
+        close_in_child(self)
         try: self.sock.bind(f'\0fastdist/{os.geteuid()}/{_job_key(world)}/{world.rank}/{world.size}/{os.getpid()}') or self.sock.listen(8)
         except OSError: self.close() # another Learner of this process has it
 
@@ -128,8 +112,6 @@ def close(self:LocalServer):
     "Close the socket, and with it its name"
     if self.sock: self.sock.close()
     self.sock = None
-
-os.register_at_fork(after_in_child=lambda: [o.close() for o in list(_servers)])
 
 def reply(
     conn:socket.socket, # As from `LocalServer.accept`

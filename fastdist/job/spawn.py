@@ -12,18 +12,18 @@ head, however that ends."""
 
 # %% auto #0
 __all__ = ['cpu_random', 'set_cpu_random', 'end_with_head', 'rank_env', 'is_server', 'Ranks', 'in_shell', 'passed_on',
-           'dies_as_ranks', 'is_default', 'asks_first', 'check_folder', 'start_ranks']
+           'dies_as_ranks', 'asks_first', 'check_folder', 'start_ranks']
 
 # %% ../../nbs/010_job.spawn.ipynb #04fb8e94
 import atexit,codecs,os,re,selectors,signal,sys,time,torch,numpy as np,random
-from ctypes import CDLL,c_void_p,create_string_buffer,sizeof
 from importlib import import_module
 from contextlib import contextmanager,suppress
 from multiprocessing import get_all_start_methods,get_context,parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory,gettempdir
-from threading import Thread,current_thread,main_thread
+from threading import Thread
 from fastcore.all import *
+from ..base.signals import *
 from .errors import *
 from .tracebacks import *
 from .world import *
@@ -251,24 +251,16 @@ def passed_on(
     died:list # Gets the signals that one of `procs` has died of, or that should end this process
 ):
     "Pass `SIGTERM` and `SIGUSR1` on to `procs`, and to the handlers that stood there before"
-    got,old = [],_stop_handlers()
+    got = []
     def pass_on(signum, frame):
         got.append(signum)
         for p in procs:
             with suppress(ProcessLookupError): os.kill(p.pid, signum)
-        if callable(old[signum]): old[signum](signum, frame)
-    for s in old: signal.signal(s, pass_on)
-    try: yield
-    finally:
-        for s,h in old.items(): signal.signal(s, h)
-        died += [s for s in got if any(p.exitcode==-s for p in procs) or s==signal.SIGTERM and in_shell()]
+    try:
+        with SharedSignal(signal.SIGTERM, pass_on, may_replace), SharedSignal(signal.SIGUSR1, pass_on, may_replace): yield
+    finally: died += [s for s in got if any(p.exitcode==-s for p in procs) or s==signal.SIGTERM and in_shell()]
 
 # %% ../../nbs/010_job.spawn.ipynb #7fa4a952
-def _stop_handlers():
-    "Return the handlers of signals that ask to stop, except those of C code and ignored ones; only the main thread can replace them"
-    if current_thread() is not main_thread(): return {}
-    return {s:h for s in (signal.SIGTERM,signal.SIGUSR1) if (h := signal.getsignal(s)) not in (None,signal.SIG_IGN)}
-
 @contextmanager
 def dies_as_ranks():
     "Yield a list; send this process the signal that is in it when the context has ended"
@@ -278,33 +270,20 @@ def dies_as_ranks():
         if died: os.kill(os.getpid(), died[0])
 
 # %% ../../nbs/010_job.spawn.ipynb #74d73b4a
-def is_default(
-    signum:int # Number of a signal
-)->bool:
-    "Return whether no handler of `signum` is installed, neither by Python nor by C code"
-    old = create_string_buffer(512) # larger than a `struct sigaction` anywhere, which begins with the handler
-    CDLL(None).sigaction(signum, None, old)
-    return signal.getsignal(signum)==signal.SIG_DFL and not any(old.raw[:sizeof(c_void_p)])
-
 def _handles(pid, signum):
     "Return whether process `pid` has a handler of `signum`, where Linux can say so"
     with suppress(OSError): return bool(int(re.search(r'SigCgt:\s*(\w+)', Path(f'/proc/{pid}/status').read_text())[1], 16)>>signum-1 & 1)
     return False
 
 # %% ../../nbs/010_job.spawn.ipynb #6dccff8c
-@contextmanager
 def asks_first(
     procs:list # Of `multiprocessing`
-):
-    "Pass `SIGUSR2` on to the first of `procs` that handles it, where this process has no handler of its own"
+)->SharedSignal:
+    "Return a context that passes `SIGUSR2` on to the first of `procs` that handles it, where this process has no handler of its own"
     def ask(*args):
         p = first(p for p in procs if p.is_alive() and _handles(p.pid, signal.SIGUSR2))
         if p: os.kill(p.pid, signal.SIGUSR2)
-    ours = current_thread() is main_thread() and is_default(signal.SIGUSR2)
-    if ours: signal.signal(signal.SIGUSR2, ask)
-    try: yield
-    finally:
-        if ours: signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    return SharedSignal(signal.SIGUSR2, ask, is_default)
 
 # %% ../../nbs/010_job.spawn.ipynb #5f62a115
 def check_folder():

@@ -28,9 +28,9 @@ from itertools import islice
 from pickle import UnpicklingError
 from uuid import uuid4
 from warnings import warn
-from weakref import WeakSet
 from fastcore.all import *
 from fastai.basics import *
+from ..base.at_fork import *
 from ..job.world import own_version
 from .files import _fill,checksum
 from .packing import *
@@ -262,14 +262,6 @@ def _prune(self:States):
     torn = [p for p in self._paths().values() if p not in mine and self.torn.get(p, True) and _is_ours(p)]
     for p in [*(mine.keys()-stay), *torn]: _remove(p)
 
-# %% ../../nbs/409_state.folder.ipynb #963fbf88
-_locked = WeakSet()
-
-def _unlock_child():
-    for f in list(_locked): f.close()
-
-os.register_at_fork(after_in_child=_unlock_child)
-
 # %% ../../nbs/409_state.folder.ipynb #7a7a4244
 def _lock(path, wait):
     "Return a file in folder `path` that is locked, `None` where there are no locks or no folder can be made"
@@ -277,7 +269,7 @@ def _lock(path, wait):
         path.mkdir(parents=True, exist_ok=True)
         f = open(path/'.lock', 'a+b', buffering=0)
     except OSError: return None
-    _locked.add(f)
+    close_in_child(f)
     try: return f if _is_free(f, wait) else None
     except BlockingIOError: raise _taken(path, f) from None
 

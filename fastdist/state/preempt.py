@@ -15,32 +15,31 @@ __all__ = ['StopSignals', 'is_users']
 
 # %% ../../nbs/410_state.preempt.ipynb #cf7683b2
 import os,signal,sys,threading,time
-from weakref import WeakSet
 from torch.utils.data._utils import signal_handling
 from fastcore.all import *
+from ..base.signals import *
 from ..job.errors import *
 from ..job.group import *
 from ..job.spawn import *
 
 # %% ../../nbs/410_state.preempt.ipynb #2904fea4
-_live = WeakSet()
-
 class StopSignals:
     "Context in which the first `SIGTERM` or `SIGUSR1` is only noted, in `asked`, and a later one ends this process; without effect outside of the main thread"
     same = 3. # seconds in which a signal is not a second one: launchers pass on what the process has got already
     def __init__(self):
         self.asked,self.at,self.heard = None,0.,False # number of the first signal; when it came; whether the training has taken note of it
-        self.old = {} # handlers that stood there
+        self.handlers = {s:SharedSignal(s, self._called, may_replace) for s in (signal.SIGTERM,signal.SIGUSR1)}
+        self.passed = False # whether the first signal went to the user's handler
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread(): self._install()
+        for o in self.handlers.values(): o.install()
         signal_handling._set_worker_signal_handlers = _be_worker
         return self
 
     def __exit__(self, kind, e, tb):
         signal_handling._set_worker_signal_handlers = _set_handlers
         self._restore()
-        unheard = kind is None and not self.heard and not is_users(self.old.get(self.asked))
+        unheard = kind is None and not self.heard and not self.passed
         if self.asked and (unheard or self.asked==signal.SIGTERM and in_shell()): os.kill(os.getpid(), self.asked)
 
 def is_users(
@@ -51,36 +50,26 @@ def is_users(
 
 # %% ../../nbs/410_state.preempt.ipynb #e61578da
 @patch
-def _install(self:StopSignals):
-    old = {s:signal.getsignal(s) for s in (signal.SIGTERM,signal.SIGUSR1)}
-    self.old = {s:h for s,h in old.items() if h not in (None,signal.SIG_IGN)}
-    for s in self.old: signal.signal(s, self._called)
-    _live.add(self)
-
+def _called(self:StopSignals, signum, frame):
+    if self.asked and time.monotonic()-self.at>self.same: return self._end(signum, frame)
+    if self.asked: return True
+    self.asked,self.at,self.passed = signum,time.monotonic(),is_users(self.handlers[signum].below)
+    self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; a second one after {self.same:.0f} s stops at once')
+    return not self.passed
 
 @patch
 def _restore(self:StopSignals):
-    _live.discard(self)
-
-    for s,h in self.old.items():
-        if signal.getsignal(s)==self._called: signal.signal(s, h)
-
-# %% ../../nbs/410_state.preempt.ipynb #145fc765
-@patch
-def _called(self:StopSignals, signum, frame):
-    if self.asked and time.monotonic()-self.at>self.same: return self._end(signum, frame)
-    if self.asked: return
-    self.asked,self.at = signum,time.monotonic()
-    self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; a second one after {self.same:.0f} s stops at once')
-    if is_users(self.old[signum]): self.old[signum](signum, frame)
+    for o in self.handlers.values(): o.uninstall()
 
 @patch
 def _end(self:StopSignals, signum, frame):
+    below = self.handlers[signum].below
     self._restore()
-    if is_users(self.old[signum]): self.old[signum](signum, frame)
+    if is_users(below): below(signum, frame)
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
 
+# %% ../../nbs/410_state.preempt.ipynb #145fc765
 @patch
 def _say(self:StopSignals, text):
     w = this_world()
@@ -112,17 +101,3 @@ def _be_worker():
 def _await_end():
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid!=os.getppid(): pass
     os._exit(0)
-
-# %% ../../nbs/410_state.preempt.ipynb #b5ea0a1a
-_mask = threading.local() # of the thread that forks
-
-def _block(): _mask.old = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,signal.SIGUSR1) if _live else ())
-def _unblock(): signal.pthread_sigmask(signal.SIG_SETMASK, _mask.old)
-
-def _in_child():
-    for o in list(_live):
-        o._restore()
-        if o.old.get(signal.SIGUSR1)==signal.SIG_DFL: signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    _unblock()
-
-os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_in_child)
