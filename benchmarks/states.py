@@ -32,19 +32,19 @@ class Saving(Fastai):
     "A Learner with a `Checkpoint`; on ranks by fastdist, with batch norm on each rank alone"
     def __init__(self, rank, size):
         super().__init__(rank, size)
-        import fastdist.state.resume as resume
-        self.resume = resume
+        import fastdist.state.checkpoint as checkpoint
+        self.checkpoint = checkpoint
 
     @contextmanager
     def context(self, learn):
         self.learn = learn
-        with learn.added_cbs(self.resume.Checkpoint(**self.kw)), learn.distrib_ctx(sync_bn=False) if self.size>1 else nullcontext(): yield
+        with learn.added_cbs(self.checkpoint.Checkpoint(**self.kw)), learn.distrib_ctx(sync_bn=False) if self.size>1 else nullcontext(): yield
 
     def steps(self, model, w, n, path, odd):
         "Median milliseconds by two clocks of blocks of steps with and without a `Checkpoint` that writes nothing, in turn in one fit"
         self.kw,marks,sets = dict(path=path, minutes=60),[],[]
         def mark(*_):
-            if not sets: sets.extend([self.learn.cbs, self.learn.cbs.filter(lambda o: not isinstance(o, self.resume.Checkpoint))])
+            if not sets: sets.extend([self.learn.cbs, self.learn.cbs.filter(lambda o: not isinstance(o, self.checkpoint.Checkpoint))])
             self.learn.cbs = sets[0 if len(marks)%n==n-1 else (len(marks)//block+odd)%2]
             marks.append(clocks())
         model.register_forward_pre_hook(mark)
@@ -55,15 +55,15 @@ class Saving(Fastai):
     def states(self, model, w, n, path):
         "Milliseconds by two clocks of each state, in the main thread and in that which writes"
         self.kw,main,writer = dict(path=path, minutes=None, every=n, keep=1),[],[]
-        with timing(self.resume.SavingRun, 'save', main), timing(self.resume.States, 'write', writer): self.fit(model, w, n, 0, epochs)
+        with timing(self.checkpoint.CheckpointWriter, 'save', main), timing(self.checkpoint.States, 'write', writer): self.fit(model, w, n, 0, epochs)
         return dict(main=main[1:-1], writer=writer[1:-1])
 
     def large(self, model, w, path, what):
         "Milliseconds of each state in the main thread and in that which writes, and MB of memory that it took, of a fit of `what`"
         main,writer,took = [],[],[]
         learn = larges[what]()
-        learn.add_cb(self.resume.Checkpoint(path, every=1, minutes=None))
-        with timing(self.resume.SavingRun, 'save', main), watching(self.resume.SavingRun, took), timing(self.resume.States, 'write', writer):
+        learn.add_cb(self.checkpoint.Checkpoint(path, every=1, minutes=None))
+        with timing(self.checkpoint.CheckpointWriter, 'save', main), watching(self.checkpoint.CheckpointWriter, took), timing(self.checkpoint.States, 'write', writer):
             with learn.no_bar(), learn.no_logging(): learn.fit(1)
         return dict(main=main[:-1], writer=writer[:-1], memory=took[:-1])
 

@@ -86,24 +86,24 @@ Modules:
 - `fastdist.observe.waits`: The time that a rank spends in exchanges, seen from the exchanges themselves
 - `fastdist.observe.watch`: Who runs in a step, in order: transforms, modules, the loss and callbacks, each by its name
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
+- `fastdist.state.checkpoint`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
+- `fastdist.state.checkpoint_writer`: A thread that writes states beside the training, one at a time
 - `fastdist.state.chunks`: Torch's distributed checkpoint: each rank writes its rows, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.fits`: A Learner counts its fits with a path, and each is described by what the script gives it
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
-- `fastdist.state.growth`: A model that takes on the layers that another one has gained in training
 - `fastdist.state.held`: What callbacks, modules and the loss hold beside the model, compared between ranks
 - `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
-- `fastdist.state.packing`: Nested values as what torch reads without pickle, many scalars as one tensor
+- `fastdist.state.model_form`: A model that takes on the layers that another one has gained in training
 - `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state
 - `fastdist.state.progress`: What a training has done so far, as values that another process goes on from
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
-- `fastdist.state.resume`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
+- `fastdist.state.resume`: Where a fit stands: done, cut off, or new; and how it goes on from a state
 - `fastdist.state.rewind`: Put back all objects that a Learner reaches, after a piece of training that was only tried
-- `fastdist.state.run`: Where a fit stands: done, cut off, or new; and how it goes on from a state
 - `fastdist.state.samples`: A few samples of each loader, read on every rank to be compared
+- `fastdist.state.serialize`: Nested values as what torch reads without pickle, many scalars as one tensor
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
-- `fastdist.state.writer`: A thread that writes beside the training, one thing at a time
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.train.agreement`: A callback that runs the Learner's events, so that all ranks do what one decides
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
@@ -156,7 +156,7 @@ from .job.group import this_world, setup_distrib, teardown_distrib
 from .job.fork import on_ranks
 from .comm.rank0 import rank0_first
 from .data.loader import DistributedDL
-from .state.resume import Checkpoint
+from .state.checkpoint import Checkpoint
 from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer
 from .learner import ParallelTrainer

@@ -15,8 +15,8 @@ from fastcore.test import expect_fail,test_eq
 from fastdist.job.fork import on_ranks
 from fastdist.state import folder
 from fastdist.state.folder import *
-from fastdist.state.packing import *
-from fastdist.state.writer import *
+from fastdist.state.serialize import *
+from fastdist.state.checkpoint_writer import *
 
 fork = get_context('fork')
 

@@ -7,8 +7,8 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.messages import Line
-from fastdist.state import progress,resume,values
-from fastdist.state.packing import pack
+from fastdist.state import checkpoint_writer,progress,values
+from fastdist.state.serialize import pack
 from fastdist.state.snapshot import leaves
 from collectives import counting
 from learners import digits
@@ -35,7 +35,7 @@ class Written(Callback):
     "Waits for the state that is being written: one that falls due meanwhile is put off, and ranks agree anew on when it is made"
     order = Checkpoint.order+1
     def __init__(self, cb): self.cb = cb
-    def before_batch(self): self.cb.now.writer.wait()
+    def before_batch(self): self.cb.now.states.writer.wait()
 
 def added(rank, n, path, **kw):
     "What a `Checkpoint` adds to a fit: steps, collectives, messages"
@@ -74,7 +74,8 @@ def looked_at(path, n):
     asked,changed,packed = Counter(),Counter(),[]
     learn = digits(20)
     learn._do_epoch_validate = noop
-    with spied(values, 'kind_of', asked), spied(progress.Changes, 'now', changed), mock.patch.object(resume, 'pack', lambda v, copy: packed.append(pack(v, copy)) or packed[-1]):
+    def noted(v, copy): return packed.append(pack(v, copy)) or packed[-1]
+    with spied(values, 'kind_of', asked), spied(progress.Changes, 'now', changed), mock.patch.object(checkpoint_writer, 'pack', noted):
         with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[Lasting(n), Checkpoint(path)])
     return asked,changed,sum(isinstance(v, Tensor) for _,v in leaves('', packed))
 

@@ -2,7 +2,7 @@
 import pytest,torch
 from fastai.basics import *
 from fastdist import *
-from fastdist.state import fits as fit_counts,run as fit_run
+from fastdist.state import checkpoint_writer,fits as fit_counts
 
 class Noisy:
     def __len__(self): return 32
@@ -30,6 +30,6 @@ def test_the_first_batch_of_a_process_draws_no_item_more(tmp_path, fits, at):
     whole,cut = [[{} for _ in range(fits)] for _ in range(2)]
     script(tmp_path/'whole', whole, fits)
     with pytest.raises(InterruptedError): script(tmp_path/'cut', cut, fits, at)
-    fit_run._writers[str(tmp_path/'cut')].wait()
+    checkpoint_writer._writers[str(tmp_path/'cut')].wait()
     script(tmp_path/'cut', cut, fits)
     assert cut==whole

@@ -6,7 +6,7 @@ from fastai.callback.all import *
 from learners import *
 from fastdist import *
 from fastdist.comm.rng import global_random
-from fastdist.state import run as fit_run
+from fastdist.state import checkpoint_writer
 from fastdist.state.folder import States
 from procs import *
 
@@ -16,7 +16,7 @@ class Kill(Callback):
     def __init__(self, at): self.at,self.n = at,0
     def after_batch(self):
         self.n += self.training
-        for o in fit_run._writers.values(): o.wait()
+        for o in checkpoint_writer._writers.values(): o.wait()
         if self.training and self.n==self.at: os.kill(os.getpid(), signal.SIGKILL)
 Kill.__module__ = 'fastdist.tests' # a user's would be named, as it counts
 

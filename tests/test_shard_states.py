@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.training import GradientAccumulation,GradientClip
 from fastdist import *
-from fastdist.state import chunks,fits,resume,run as fit_run
+from fastdist.state import checkpoint_writer,chunks,fits
 from fastdist.state.chunks import map_tensors
 from collectives import counting
 from survive import *
@@ -72,7 +72,7 @@ def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
     cbs = [Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]]
     learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt, lr=.05, cbs=cbs)
     with suppress(InterruptedError), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**dict(shard=True)|how): learn.fit(2)
-    for o in fit_run._writers.values(): o.wait()
+    for o in checkpoint_writer._writers.values(): o.wait()
     return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(snapshot(learn, 'opt')['opt'], local)
 
 class InEpochs(Callback):
@@ -106,7 +106,7 @@ class Waits(Callback):
     "Waits for each state, so that none is put off"
     order = 2*Checkpoint.order
     def after_batch(self):
-        for o in fit_run._writers.values(): o.wait()
+        for o in checkpoint_writer._writers.values(): o.wait()
 
 def costs(rank, path, n, **kw):
     "Collectives and messages that a `Checkpoint` adds to a fit of `n` batches"
@@ -160,7 +160,7 @@ def test_a_disk_that_one_rank_cannot_write_to(tmp_path):
 
 def test_a_folder_that_not_all_ranks_see(tmp_path):
     def run(rank):
-        if rank: resume.SavingRun._seen = lambda self: dict(sees=False)
+        if rank: checkpoint_writer.SharedFolder.seen = lambda self: dict(sees=False)
         with warnings.catch_warnings(record=True) as ws: fitted(tmp_path, 0)
         return [str(w.message) for w in ws if 'A state could not be written' in str(w.message)]
     (said,),own = on_ranks(run, join=False)

@@ -36,7 +36,7 @@ from ..state.snapshot import *
 from ..state.replicas import *
 from ..state.held import *
 from ..state.rewind import *
-from ..state.resume import *
+from ..state.checkpoint import *
 from ..train.proxy import *
 from ..train.events import deciders
 from ..train.trainer import *

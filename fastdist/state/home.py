@@ -21,7 +21,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..job.errors import *
 from ..job.pickling import *
-from .growth import *
+from .model_form import *
 from .snapshot import *
 
 # %% ../../nbs/405_state.home.ipynb #21639f01

@@ -25,7 +25,7 @@ from fastai.basics import *
 from fastai.optimizer import _BaseOptimizer
 from ..comm.rng import *
 from ..evaluate.loss import *
-from .growth import *
+from .model_form import *
 from .values import *
 
 # %% ../../nbs/402_state.snapshot.ipynb #917ec231

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fastcore.all import *
 from fastai.basics import *
 from ..comm.collectives import *
-from ..state.packing import *
+from ..state.serialize import *
 from ..state.chunks import *
 from .gradients import *
 from .rows import *

@@ -38,7 +38,7 @@ from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.reduction import *
 from ..evaluate.evaluate import *
-from ..state.resume import *
+from ..state.checkpoint import *
 from ..state.held import *
 from ..state.samples import *
 from .context import *
@@ -270,7 +270,7 @@ def _on_call_one(self:DistributedTrainer, event_name):
 # %% ../../nbs/539_train.trainer.ipynb #a8a81f7f
 @patch
 def _hand_over(self:DistributedTrainer, phases, layout):
-    for cb in self.learn._grab_cbs(Checkpoint): cb.phases,cb.layout = phases,layout
+    for cb in self.learn._grab_cbs(Checkpoint): cb.hand(phases, layout)
 
 @patch
 @contextmanager
