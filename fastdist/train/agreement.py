@@ -71,7 +71,7 @@ def _on_call_one(self:AgreeingCallback, event_name):
         line.beat += 1
         if line.trouble: line.check()
     if events.alone: return events.call_aside(event_name)
-    if event_name=='after_loss' and self.weigh.due: self.weigh.ask()
+    if event_name=='after_loss' and self.weigh.passes.due: self.weigh.passes.ask()
     if line: return events(event_name)
     type(self.learn)._call_one(self.learn, event_name)
 

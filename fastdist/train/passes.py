@@ -15,44 +15,42 @@ __all__ = ['Passes']
 from contextlib import ExitStack
 from fastcore.all import *
 from fastai.basics import *
-from ..job.callbacks import *
 from .proxy import *
 from .accumulate import *
 from .gradients import *
 
 # %% ../../nbs/533_train.passes.ipynb #21fb2398
-class Passes(JobCallback):
-    "Base of `Weigh`: it sees backward passes, and averages gradients that the layout does not"
+class Passes:
+    "Sees every backward pass of a fit, and averages gradients that the layout does not"
     def __init__(self,
-        **parts # `phases`, `layout`, `weights`, and what a subclass needs besides
+        phases, # The Learner's `Phases`
+        layout, # `Layout` of its parameters
+        weights, # `Weights` of its batches
+        over_loss:callable # Called as `over_loss(run, t, g)` in the place of the pass over the loss `t` of the batch, which is `run(t, g)`; `g` is the gradient there, or `None`
     ):
-        super().__init__(**parts)
-        self.reduction,self.silent = self.weights.reduction,self.phases.alone
-        self._reset()
+        store_attr()
+        self.reset()
 
-    def _reset(self): self.window,self.hooks,self.watched,self.due,self.passes,self.added = Window(),ExitStack(),[],False,0,False
+    def reset(self): self.window,self.hooks,self.watched,self.due,self.n,self.added = Window(),ExitStack(),[],False,0,False
 
     def end(self):
         "Forget what belongs to a fit"
         self.hooks.close()
-        self._reset()
-        self.weights.reset()
+        self.reset()
+
+    def begin(self):
+        "Begin a batch, whose loss has no pass yet"
+        self.due,self.n = True,0
 
     def ask(self):
         "Find out how the loss reduces, right after it was computed"
-        if self.due and not self.reduction.is_told: self.reduction.ask(self.learn if self.weights.part else None)
-
-    def batch_pass(self,
-        run:callable, # The backward pass, called as `run(t, g)`
-        t:torch.Tensor, # Loss that it begins from
-        g:torch.Tensor # Gradient there, or `None`
-    ): "Run the backward pass over the loss `t` of the batch, from the gradient `g`"
+        if self.due and not self.weights.reduction.is_told: self.weights.reduction.ask(self.phases.learn if self.weights.part else None)
 
 # %% ../../nbs/533_train.passes.ipynb #e9389a36
 @patch
 def watch(self:Passes):
     "See each backward pass and each step of the optimizer, until the fit ends"
-    opt = self.learn.opt
+    opt = self.phases.learn.opt
     if self.phases.size==1 and not self.window: return
     if not self.watched: self.hooks.enter_context(each_backward(self._on_backward))
     if any(o is opt for o in self.watched): return
@@ -62,16 +60,17 @@ def watch(self:Passes):
 # %% ../../nbs/533_train.passes.ipynb #bef86b8b
 @patch
 def _on_backward(self:Passes, run, t, g, kw):
-    at = vars(self.learn)
-    if not self.learn.training or self.silent(): return run(t, g)
+    learn = self.phases.learn
+    at = vars(learn)
+    if not learn.training or self.phases.alone(): return run(t, g)
     odd = kw['create_graph'] or kw.get('inputs') is not None
-    if self.due and not odd and (t is at.get('loss_grad') or t is at.get('loss')): self.batch_pass(run, t, g)
+    if self.due and not odd and (t is at.get('loss_grad') or t is at.get('loss')): self.over_loss(run, t, g)
     elif self.phases.size==1: run(t, g)
     else: self._other_pass(run, t, g, kw['create_graph'])
 
 @patch
 def _on_step(self:Passes):
-    if not self.learn.training or self.passes or self.silent(): return
+    if not self.phases.learn.training or self.n or self.phases.alone(): return
     self.layout.check_step()
     self._share_grads(self._active())
 
@@ -80,7 +79,7 @@ def _on_step(self:Passes):
 def _other_pass(self:Passes, run, t, g, with_graph):
     "Run a backward pass that is not over the loss of the batch"
     self.layout.drop()
-    active,weighed = self._active(),self.phases.running and self.learn.training
+    active,weighed = self._active(),self.phases.running and self.phases.learn.training
     if weighed: g = self._weighed(t, g)
     with aside(active):
         run(t, g)
@@ -92,7 +91,7 @@ def _other_pass(self:Passes, run, t, g, with_graph):
 @patch
 def _weighed(self:Passes, t, g):
     "Return the gradients to begin the pass over `t` from: batch norm and shards exchange in its midst, so the batch's weight must be there before"
-    if vars(self.learn).get('pred') is not None: self.ask()
+    if vars(self.phases.learn).get('pred') is not None: self.ask()
     ts,w = [t] if isinstance(t, Tensor) else list(t),self.weights.of_batch()[0]*self._scale
     gs = [g]*len(ts) if g is None or isinstance(g, Tensor) else list(g)
     return [o if o is None and t.numel()!=1 else (torch.ones_like(t) if o is None else o)*w for t,o in zip(ts, gs)]
@@ -103,7 +102,7 @@ def _scale(self:Passes): return self.window.scale if self.window.every>1 else 1.
 @patch
 def _active(self:Passes):
     "Return the parameters that are trained at the moment"
-    now = own_model(self.learn),self.learn.opt
+    now = own_model(self.phases.learn),self.phases.learn.opt
     return (self.layout.trained if self.layout.covers(*now) else Trained(*now)).active
 
 # %% ../../nbs/533_train.passes.ipynb #090a57d3
@@ -111,9 +110,9 @@ def _active(self:Passes):
 def _share_grads(self:Passes, active, weighed=False):
     "Replace this rank's gradients by the mean over ranks, weighed as its batch is, unless they were `weighed` before"
     if not any(p.grad is not None for p in active): return
-    if vars(self.learn).get('pred') is not None: self.ask()
-    w,d = self.weights.of_batch() if self.phases.running and self.learn.training else (1.,1.)
+    if vars(self.phases.learn).get('pred') is not None: self.ask()
+    w,d = self.weights.of_batch() if self.phases.running and self.phases.learn.training else (1.,1.)
     w = float(w!=0) if weighed and isinstance(w, float) else 1. if weighed else w*self._scale
     den, = self.layout.average(active, torch.as_tensor(d).reshape(1), w)
-    if not self.reduction.kind[0]: divide_grads(active, den)
-    self.passes,self.added = self.passes+1,True
+    if not self.weights.reduction.kind[0]: divide_grads(active, den)
+    self.n,self.added = self.n+1,True

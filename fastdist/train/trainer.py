@@ -144,9 +144,9 @@ def _make_parts(self:DistributedTrainer, w, plan):
     self.layout = self._layout(w, plan)
     weights = Weights(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, weights=weights)
-    self.weigh,self.evaluate = Weigh(layout=self.layout, sync_each=job.live.sync_each, **parts),Evaluate(reduction=weights.reduction, **parts)
+    self.weigh,self.evaluate = Weigh(self.phases, self.layout, weights, job.live.sync_each),Evaluate(reduction=weights.reduction, **parts)
     self.held = Held(learn, w.rank, (self._events.skips,_decided), (Samples(learn),_read))
-    job.help(self.weigh, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
+    job.help(self.weigh, self.weigh.window_losses, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
 # %% ../../nbs/539_train.trainer.ipynb #7ddf1d24
