@@ -72,7 +72,8 @@ def _other_buffers(model):
 
 # %% ../../nbs/402_state.snapshot.ipynb #f0655e81
 def _module_attrs(name, m):
-    return {f'{name}.{k}'.lstrip('.'):v for k,v in attributes(m).items() if k[0]!='_' and k!='training' and '.' not in k}
+    own = state_among({k:v for k,v in vars(m).items() if k[0]!='_' and k!='training'})
+    return {f'{name}.{k}'.lstrip('.'):v for k,v in own.items() if '.' not in k}
 
 def _parts(model, opt):
     "Return part -> function that takes it"
@@ -87,18 +88,18 @@ def named_callbacks(
     learn # A Learner
 )->dict: # Name -> callback
     "Return the callbacks of `learn` by the name of their class, with a number from the second of a class on"
-    res = {}
+    res,ns = {},{}
     for cb in learn.cbs:
         name = type(cb).__name__
-        n = sum(k.partition('/')[0]==name for k in res)
-        res[f'{name}/{n+1}' if n else name] = cb
+        n = ns[name] = ns.get(name, 0)+1
+        res[f'{name}/{n}' if n>1 else name] = cb
     return res
 
 def keeps_own_state(
     o # A callback, or any other object
 )->bool:
     "Return whether the class of `o` has `state_dict` and `load_state_dict`"
-    return all(hasattr(type(o), k) for k in ('state_dict','load_state_dict'))
+    return hasattr(type(o), 'load_state_dict') and hasattr(type(o), 'state_dict')
 
 
 
