@@ -25,7 +25,6 @@ from ..job.errors import *
 from ..comm.rng import *
 from ..data.digest import *
 from ..data.order import *
-from .model_form import *
 from .serialize import *
 from .values import *
 from .snapshot import *
