@@ -94,7 +94,6 @@ Modules:
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
 - `fastdist.state.held`: What callbacks, modules and the loss hold beside the model, compared between ranks
 - `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
-- `fastdist.state.model_form`: A model that takes on the layers that another one has gained in training
 - `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state
 - `fastdist.state.progress`: What a training has done so far, as values that another process goes on from
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit

@@ -30,7 +30,6 @@ from .job.options import *
 from .job.pickling import *
 from .job.spawn import *
 from .comm.collectives import *
-from .state.model_form import *
 from .state.snapshot import *
 from .state.home import *
 from .train.process import *

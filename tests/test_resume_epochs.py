@@ -1,8 +1,10 @@
-"Metrics of training on several ranks: states are made between epochs only, and a signal stops there"
+"A fit on several ranks: with metrics of training states are made between epochs only, and a signal stops there; what the job hands over answers as in one process"
 import os,signal
 from fastcore.test import test_eq
 from fastai.basics import *
+from fastai.test_utils import synth_learner
 from fastdist import *
+from fastdist.state.resume import LocalLayout,LocalLoaders
 
 class Ask(Callback):
     "Sends this process a signal in the second epoch, before its last steps"
@@ -24,3 +26,16 @@ def test_a_signal_stops_at_the_end_of_its_epoch_though_states_are_due_after_it(t
     whole = on_ranks(lambda rank: train(rank, tmp_path/'whole', False), join=False)
     test_eq(on_ranks(lambda rank: train(rank, tmp_path/'cut', True), join=False), [(1,signal.SIGUSR1)]*2)
     test_eq(on_ranks(lambda rank: train(rank, tmp_path/'cut', False), join=False), whole)
+
+class Lacking(Callback):
+    "Notes the names that a fit in one process asks for, and that what the job has handed over lacks"
+    def before_fit(self):
+        handed = zip(self.checkpoint.handed, (LocalLoaders,LocalLayout), strict=True)
+        self.names = [k for o,local in handed for k in vars(local) if k[0]!='_' and not hasattr(o, k)]
+
+def test_what_a_job_hands_over_answers_as_one_process_does(tmp_path):
+    def run(rank):
+        learn = synth_learner(cbs=[Checkpoint(tmp_path),Lacking()])
+        with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): learn.fit(1)
+        return learn.lacking.names,[*filter(None, learn.checkpoint.handed)]
+    test_eq(on_ranks(run, join=False), [([],[])]*2)

@@ -170,7 +170,7 @@ class CheckpointWriter:
         self.put_off()
 
     def _name_unsaid(self, now):
-        new = {k:o for k,o in self.fit.changes.unsaid(now).items() if k not in self.said}
+        new = {k:o for k,o in now.unsaid().items() if k not in self.said}
         if new: warn(name_unsaid(new))
         self.said |= {*new}
 
@@ -189,7 +189,7 @@ def save(self:CheckpointWriter,
     if wait: self.writer.wait()
     if shared and not shared.agree(self._new_folder() if fit.rank==0 else None, left): return
     now = fit.changes.now()
-    mine = taken_on_rank(fit.changes, shared.left if shared else left, now) | (shared.seen() if shared else {})
+    mine = pack(taken_on_rank(now, shared.left if shared else left), copy=True) | (shared.seen() if shared else {})
     ranks = gather_objs(mine, dst=0) if fit.size>1 else [mine]
     more = dict(rows=fit.rows, before=self.resume.before, buckets=[] if ended else fit.layout.orders())
     at = dict(fit=fit.number, epoch=epoch, batch=batch, ended=ended, steps=fit.steps, ranks=fit.size, threads=torch.get_num_threads())
@@ -215,9 +215,8 @@ def _new_folder(self:CheckpointWriter):
 def _write(self:CheckpointWriter, now, more, ranks, about):
     if not self._begin(): return
     self._name_unsaid(now)
-    learner = taken(self.fit.changes, now)
+    learner = taken(now)
     learner,added = (self.shared.apart(learner),self.shared.adding(ranks)) if self.shared else (learner,{})
-    parts = dict(learner=learner|more, ranks=ranks)
-    check_plain(parts)
+    parts = pack(dict(learner=learner|more), copy=True) | dict(ranks=ranks)
     label = f'fit{about["fit"]}-'+('end' if about['ended'] else f'epoch{about["epoch"]}-batch{about["batch"]}')
-    self.writer.start(partial(self.resume.states.write, about, pack(parts, copy=True), label, pinned=about['ended'], packed=True, **added))
+    self.writer.start(partial(self.resume.states.write, about, parts, label, pinned=about['ended'], packed=True, **added))

@@ -23,8 +23,7 @@ import errno,json,os,re,shutil,socket,time,torch,zlib
 from contextlib import contextmanager,suppress
 from datetime import datetime
 from fcntl import flock,LOCK_EX,LOCK_NB
-from io import BytesIO
-from itertools import islice
+from io import BufferedWriter,BytesIO,RawIOBase
 from pickle import UnpicklingError
 from uuid import uuid4
 from warnings import warn
@@ -36,10 +35,10 @@ from .files import _fill,checksum
 from .serialize import *
 
 # %% ../../nbs/408_state.folder.ipynb #111970fc
-class _Summed:
+class _Summed(RawIOBase):
     "File that counts the bytes written to it, and their checksum"
     def __init__(self, f): self.f,self.size,self.crc32 = f,0,0
-    def flush(self): self.f.flush()
+    def writable(self): return True
     def write(self, b):
         self.size += memoryview(b).nbytes
         self.crc32 = zlib.crc32(b, self.crc32)
@@ -49,11 +48,12 @@ class _Summed:
 
 # %% ../../nbs/408_state.folder.ipynb #9973f460
 def _named(v, name=''):
-    "Yield pairs of a name and a value for what the packed dicts in `v` hold"
-    if isinstance(v, dict):
-        for k,o in v.items(): yield from _named(o, f'{name}.{k}'.lstrip('.'))
-    elif type(v) is tuple and v[0]=='ordered': yield from _named(v[1][0], name)
-    else: yield name,v
+    "Return name -> value for what the packed dicts in `v` hold"
+    if type(v) is tuple and v[0]=='ordered': v = v[1][0]
+    if not isinstance(v, dict): return {name:v}
+    res = {}
+    for k,o in v.items(): res |= _named(o, f'{name}.{k}'.lstrip('.')) if type(o) in (dict,tuple) else {f'{name}.{k}'.lstrip('.'):o}
+    return res
 
 def _shown(v):
     "Return a few words for the packed value `v`"
@@ -63,12 +63,13 @@ def _shown(v):
 
 def _listing(v, most=30):
     "Return name -> description for the first `most` values that the packed value `v` holds"
-    res = {k:_shown(o) for k,o in islice(_named(v), most)}
-    left = sum(1 for _ in _named(v))-len(res)
+    found = _named(v)
+    res = {k:_shown(found[k]) for k in [*found][:most]}
+    left = len(found)-len(res)
     return res | ({'...':f'{left} more'} if left else {})
 
 # %% ../../nbs/408_state.folder.ipynb #4ead78cb
-_format = 1
+_format,_version = 1,own_version()
 
 def _json(record):
     "Return the text of `state.json` for `record`, with its own checksum"
@@ -170,7 +171,7 @@ def _skip(self:States, path, why, record=None):
     self.torn[path] = bool(why)
     if why: return warn(f'The state in {path} is not complete and is not read: {why}. HINT: nothing is to be done, the newest complete state is used')
     form,by = (record.get(o) for o in ('format','fastdist')) if isinstance(record, dict) else (None,None)
-    warn(f'The state in {path} is not read: its state.json has format {form!r}, written by fastdist {by}, and fastdist {own_version()} reads format {_format}. '
+    warn(f'The state in {path} is not read: its state.json has format {form!r}, written by fastdist {by}, and fastdist {_version} reads format {_format}. '
         'HINT: go on with the fastdist that wrote it, or use another path')
 
 # %% ../../nbs/408_state.folder.ipynb #d562dfad
@@ -197,7 +198,7 @@ def _put(file, v):
     sums = []
     def put(f):
         sums.append(_Summed(f))
-        torch.save(v, sums[0])
+        with BufferedWriter(sums[0], 2**20) as b: torch.save(v, b) # of hundreds of small pieces
     _fill(file, put)
     return dict(size=sums[0].size, crc32=sums[0].crc32, holds=_listing(v))
 
@@ -209,7 +210,7 @@ def _fill_state(tmp, about, parts, pinned, more):
         added,others = more(tmp)
         files |= {f'{k}.pt':_put(tmp/f'{k}.pt', pack(v)) for k,v in added.items()} | others
     now = datetime.now().astimezone().isoformat(timespec='seconds')
-    text = _json(dict(format=_format, fastdist=own_version(), torch=torch.__version__, time=now, pinned=pinned, about=about, files=files))
+    text = _json(dict(format=_format, fastdist=_version, torch=torch.__version__, time=now, pinned=pinned, about=about, files=files))
     _fill(tmp/'state.json', lambda f: f.write(text.encode()))
     _sync(tmp)
     return json.loads(text)

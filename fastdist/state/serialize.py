@@ -20,7 +20,6 @@ __all__ = ['Stored', 'check_plain', 'can_pack', 'pack', 'unpack']
 # %% ../../nbs/406_state.serialize.ipynb #e8ceb5c3
 import itertools,numpy as np,torch
 from collections import Counter,OrderedDict,defaultdict
-from contextlib import suppress
 from io import BytesIO
 from operator import attrgetter
 from pathlib import PosixPath
@@ -65,7 +64,10 @@ def _to_ordered(o):
 class Stored(str): "Name of a tensor that is written beside a packed value, where it stands for the tensor"
 
 _factories = {f.__name__:f for f in (list,dict,set,int,float,str,bool)} | {'':None}
-def _of_default(d): return [getattr(d.default_factory, '__name__', ''),dict(d)]
+def _of_default(d):
+    if d.default_factory not in _factories.values(): raise TypeError(f'a default factory {d.default_factory}')
+    return [getattr(d.default_factory, '__name__', ''),dict(d)]
+
 def _to_default(o): return defaultdict(_factories[o[0]], o[1])
 
 _table = dict(tuple=(tuple,list,tuple), L=(L,list,L), set=(set,list,set), frozenset=(frozenset,list,frozenset), path=(PosixPath,str,Path),
@@ -92,8 +94,8 @@ def _is_leaf(cls): return cls in _native or issubclass(cls, (TensorBase,np.numbe
 
 def _held(v, name):
     "Return pairs of a name and a value for what the container `v` holds"
-    if isinstance(v, dict): return [*((f'{name}.{k}'.lstrip('.'), o) for k,o in v.items()), *((f'{name} key {k!r}', k) for k in v if type(k) is not str)]
-    return [(f'{name}[{i}]', o) for i,o in enumerate(v)] if isinstance(v, _seqs) and not all(map(_is_leaf, {*map(type, v)})) else []
+    if isinstance(v, dict): return [(f'{name}.{k}'.lstrip('.'), o) for k,o in v.items() if type(o) not in _native]+[(f'{name} key {k!r}', k) for k in v if type(k) not in _native]
+    return [(f'{name}[{i}]', o) for i,o in enumerate(v)] if isinstance(v, _seqs) and not all(map(_is_leaf, {*map(type, v)}-_native)) else []
 
 # %% ../../nbs/406_state.serialize.ipynb #671b70b4
 def check_plain(
@@ -102,6 +104,7 @@ def check_plain(
     seen:tuple=() # Identities of the containers around it
 ):
     "Raise `TypeError`, which names the place, unless `v` can be packed"
+    if type(v) in _native: return
     if not _known(v) or id(v) in seen:
         raise TypeError(f'{name or "the value"} is {"a container that holds itself" if id(v) in seen else f"of type {type(v).__module__}.{type(v).__qualname__}"}, '
             'and a state holds tensors, arrays, numbers, text, bytes, paths, and lists, tuples, sets and dicts of them. '
@@ -113,8 +116,8 @@ def can_pack(
     v # Anything
 )->bool:
     "Return whether `check_plain` passes `v`"
-    with suppress(TypeError): return check_plain(v) is None
-    return False
+    try: return check_plain(v) is None
+    except TypeError: return False
 
 # %% ../../nbs/406_state.serialize.ipynb #0b38e4dc
 def _stacked(vs):
@@ -143,22 +146,31 @@ def _in_runs(vs):
     return ('runs',res) if 1<len(res)<len(vs)/8 else None
 
 # %% ../../nbs/406_state.serialize.ipynb #8dbf4936
-def pack(
-    v, # A value that `check_plain` passes
-    copy:bool=False # Whether its tensors are copies on the CPU, which a step does not change; else they share memory with those of `v`
-): # Of lists, dicts, tensors, numbers, text and `None`; each tuple in it is a name and a content
-    "Return `v` as a value that `torch.load` reads with `weights_only`"
+def _pack(v, copy):
     cls = type(v)
     if cls is Tensor: return _bare(v, copy)
     if cls is int and v.bit_length()>1000: return 'int',hex(v)
     if cls in _native: return v
     if cls is list:
         one = v and (_stacked(v) or _in_runs(v))
-        return (one[0],pack(one[1], copy)) if one else [pack(o, copy) for o in v]
-    if cls is dict and all(type(k) in (str,int,float,bool) for k in v): return {k:pack(o, copy) for k,o in v.items()}
+        return (one[0],_pack(one[1], copy)) if one else [o if type(o) in _as_is else _pack(o, copy) for o in v]
+    if cls is dict and _keys.issuperset(map(type, v)): return {k:o if type(o) in _as_is else _pack(o, copy) for k,o in v.items()}
     name = _types.get(cls) or ('dict' if cls is dict else first(n for n,c in _bases.items() if isinstance(v, c)))
-    if not name: check_plain(v)
-    return name,pack(_table[name][1](v), copy)
+    if not name: raise TypeError(f'no name for {cls}')
+    return name,_pack(_table[name][1](v), copy)
+
+_keys = {str,int,float,bool}
+_as_is = _native-{Tensor,int}
+
+def pack(
+    v, # A value that `check_plain` passes
+    copy:bool=False # Whether its tensors are copies on the CPU, which a step does not change; else they share memory with those of `v`
+): # Of lists, dicts, tensors, numbers, text and `None`; each tuple in it is a name and a content
+    "Return `v` as a value that `torch.load` reads with `weights_only`; raise the `TypeError` of `check_plain` where it cannot be"
+    try: return _pack(v, copy)
+    except (TypeError,ValueError,RecursionError):
+        check_plain(v)
+        raise
 
 # %% ../../nbs/406_state.serialize.ipynb #60141d55
 def unpack(
