@@ -104,7 +104,7 @@ Modules:
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
-- `fastdist.train.agreement`: A callback that runs the Learner's events, so that all ranks do what one decides
+- `fastdist.train.agreement`: A Learner's events, run so that all ranks do what one decides
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
 - `fastdist.train.buckets`: Buckets in which DDP exchanges gradients, laid as they were before a run was interrupted
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning

@@ -48,6 +48,7 @@ from .lists import *
 from .step import *
 from .events import *
 from .consistency import *
+from .proxy import *
 from .agreement import *
 from .phase import *
 from .layout import *
@@ -58,10 +59,10 @@ from .buffers import *
 from .lr_find import *
 
 # %% ../../nbs/539_train.trainer.ipynb #97a04058
-class DistributedTrainer(AgreeingCallback):
+class DistributedTrainer(WrapperCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = 'job','_events','phases','layout','weigh','evaluate','own_report','held'
+    _stateattrs = 'job','_events','agreement','phases','layout','weigh','evaluate','own_report','held'
     rehearsal = noop # called with the trainer before each fit
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
@@ -81,8 +82,12 @@ class DistributedTrainer(AgreeingCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(job=None, _events=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None, own_report=None, held=None)
-        self.__dict__.update(_lean=False, compares=False, _dropped=False)
+        self.__dict__.update(job=None, _events=None, agreement=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None)
+        self.__dict__.update(own_report=None, held=None, _lean=False, compares=False, _dropped=False)
+
+    def __call__(self, event_name):
+        "Call the method for `event_name` while the Learner is in a job"
+        if self.job and not self._events.alone: super().__call__(event_name)
 
     @property
     def size(self):
@@ -123,7 +128,7 @@ def _join(self:DistributedTrainer, w, plan):
 def _enter(self:DistributedTrainer):
     try:
         with self.job.together(lambda: 'entering the context'):
-            self._put_together()
+            if self.plan is None: _end_shards(self.job, self.sync_bn)
             self.layout.enter(self.learn)
     except BaseException:
         self.layout.leave(self.learn)
@@ -141,31 +146,29 @@ def _make_parts(self:DistributedTrainer, w, plan):
     self._events = Events(learn, w.rank)
     self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
-    self.layout = self._layout(w, plan)
+    self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
     weights = Weights(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, weights=weights)
     self.weigh,self.evaluate = Weigh(self.phases, self.layout, weights, job.live.sync_each),Evaluate(reduction=weights.reduction, **parts)
+    self.agreement = Agreement(self._events, job, self.phases, self.layout, self.weigh.passes, self.evaluate)
     self.held = Held(learn, w.rank, (self._events.skips,_decided), (Samples(learn),_read))
     job.help(self.weigh, self.weigh.window_losses, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
 # %% ../../nbs/539_train.trainer.ipynb #7ddf1d24
-@patch
-def _put_together(self:DistributedTrainer):
-    "Make a model whole that an earlier context has kept in shards, where this one has replicas"
-    if self.plan is not None or 'kept_in_shards' not in vars(self.learn): return
+def _end_shards(job, sync_bn):
+    "Make a model whole that an earlier context has kept in shards"
+    if 'kept_in_shards' not in vars(job.learn): return
     from fastdist.train.fsdp import Sharded
-    shards = Sharded(self.job, ShardPlan(), self.sync_bn)
-    shards.enter(self.learn)
-    shards.leave(self.learn)
+    shards = Sharded(job, ShardPlan(), sync_bn)
+    shards.enter(job.learn)
+    shards.leave(job.learn)
 
-@patch
-def _layout(self:DistributedTrainer, w, plan):
-    job = self.job
-    if w.size==1: return Layout(job.live.prepare)
-    if plan is None: return Replicated(job.live, job.line.exchanges, self.sync_bn)
+def _layout(job, plan, sync_bn, alone):
+    if job.world.size==1: return Layout(job.live.prepare)
+    if plan is None: return Replicated(job.live, job.line.exchanges, sync_bn)
     from fastdist.train.fsdp import Sharded # what it imports of torch takes half a second
-    return Sharded(job, plan, self.sync_bn, self.phases.alone)
+    return Sharded(job, plan, sync_bn, alone)
 
 # %% ../../nbs/539_train.trainer.ipynb #3e977edb
 @patch
@@ -185,34 +188,25 @@ def wrap(self:DistributedTrainer):
     "Begin a fit: check that it makes steps, set precision and accumulation, and wrap the model"
     self.phases.fitting = True
     self.phases.check_steps()
-    self.weigh.begin(self._window())
+    steps,learn = self.job.live.accumulate,self.learn
+    self.weigh.begin(Window(steps, first(learn._grab_cbs(GradientAccumulation)) if self.size>1 or steps>1 else None)) # it must count the samples of several ranks
     self._events.windowed,self._events.known,self._events.around = bool(self.weigh.window),None,self.weigh.around if self.size>1 else None
-    self.lists = lend_lists(self.learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
-    for mp in self.learn._grab_cbs(MixedPrecision): self._set_precision(mp)
-    for cb in self.learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(self.learn.dls.train, StepDL)))
+    self.lists = lend_lists(learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
+    for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, self.job)
+    for cb in learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(learn.dls.train, StepDL)))
     self.weigh.wrap()
     self.compares = self.desync_check and self.size>1
     if self._dropped: self.phases.warn_once('dropped', 'An error ended a step of an earlier fit, and ranks forgot its gradients; one process would add them to those of the first step of this fit. '
         'HINT: learn.opt.zero_grad() after an error does so in one process too')
     self._dropped = False
-    if self.size>1 and not self._said and self.job.world.rank==0: print(self._startup())
+    if self.size>1 and not self._said and self.job.world.rank==0: print(_startup(self.job.world, self.phases.share(learn.dls.train, StepDL)))
     self._said = True
 
-@patch
-def _window(self:DistributedTrainer):
-    "Return the accumulation window, with fastai's `GradientAccumulation` where it must count the samples of several ranks"
-    steps = self.job.live.accumulate
-    return Window(steps, first(self.learn._grab_cbs(GradientAccumulation)) if self.size>1 or steps>1 else None)
-
 # %% ../../nbs/539_train.trainer.ipynb #2cebf081
-@patch
-def _set_precision(self:DistributedTrainer, mp):
-    live = self.job.live
-    if not isinstance(mp, LaunchPrecision): set_precision(mp, self.job.world.device, live.autocast_options, live.scaler_options)
+def _set_precision(mp, job):
+    if not isinstance(mp, LaunchPrecision): set_precision(mp, job.world.device, job.live.autocast_options, job.live.scaler_options)
 
-@patch
-def _startup(self:DistributedTrainer):
-    w,share = self.job.world,self.phases.share(self.learn.dls.train, StepDL)
+def _startup(w, share):
     nodes = f'{w.num_nodes} node{"s" if w.num_nodes>1 else ""}'
     where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {backend_of(w.device)}, from {w.source}'
     batches = f'batches of {share.bs} a rank, {share.bs*w.size} in all' if share.bs else f'{w.size} batches a step'
@@ -242,21 +236,22 @@ def _of_ranks(self:DistributedTrainer, f, event_type):
 
 @patch
 def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
-    if self._events.alone: return self._aside(f, event_type, ex, final)
+    if self._events.alone: return self.agreement.aside(f, event_type, ex, final)
     if event_type=='fit' and not self._fitting: self.rehearsal(self)
-    if event_type in _of_step and self._lean: return self._in_batch(self._of_ranks(f, event_type), event_type, ex, final)
+    if event_type in _of_step and self._lean: return self.agreement.in_batch(self._of_ranks(f, event_type), event_type, ex, final)
     run = super(DistributedTrainer, self)._on_with_events
     inner = self._fitting or bool(self.phases.open)
     if event_type in ('train','validate'): run = partial(self._in_phase, run)
     if self.size==1: return run(f, event_type, ex, final)
     f = self._of_ranks(f, event_type) if event_type=='step' else f
     if event_type in ('train','validate'): f = partial(self.phases.go_over, f, self.learn.dl)
-    f = partial(self._agreed, partial(self._to_the_end, f) if event_type=='validate' else f)
+    f = partial(self.agreement.settled, partial(self.agreement.to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or inner: return run(f, event_type, ex, final)
-    with self.job.together(self._where, self._events.position), own_random(self.job.world.rank), self.evaluate.watching(), self._whole_again():
+    place = partial(loop_place, self.learn)
+    with self.job.together(place, self._events.position), own_random(self.job.world.rank), self.evaluate.watching(), self._whole_again():
         self.layout.renew(self.learn)
         check_alike(learner_facts(self.learn, event_type))
-        self._events.vote = self._vote
+        self._events.vote = self.agreement.vote
         self._hand_over(self.phases, self.layout)
         try: return run(f, event_type, ex, final)
         finally: self.job.line.armed = False # before anything that puts back begins; a call would come too late
@@ -265,7 +260,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
 @patch
 def _on_call_one(self:DistributedTrainer, event_name):
     if event_name=='before_fit' and self.size>1 and self._events.vote is None and not self._events.alone: self.job.revive()
-    super(DistributedTrainer, self)._on_call_one(event_name)
+    self.agreement.call(event_name)
 
 # %% ../../nbs/539_train.trainer.ipynb #a8a81f7f
 @patch
@@ -302,13 +297,9 @@ def _in_phase(self:DistributedTrainer, run, f, event_type, *args):
     with self.phases.room():
         run(f, event_type, *args)
         self.layout.rest()
-        if event_type=='train' and self.compares: self._compare(f'at the end of training in epoch {self.learn.epoch}')
-
-@patch
-def _compare(self:DistributedTrainer, when): self.held.tell(self.layout.compare(self.learn, when, self.held.table()), when)
-
-@patch
-def _where(self:DistributedTrainer): return loop_place(self.learn)
+        if event_type=='train' and self.compares:
+            when = f'at the end of training in epoch {self.learn.epoch}'
+            self.held.tell(self.layout.compare(self.learn, when, self.held.table()), when)
 
 # %% ../../nbs/539_train.trainer.ipynb #260e6383
 @patch
@@ -332,16 +323,9 @@ def before_validate(self:DistributedTrainer):
 @patch
 def after_train(self:DistributedTrainer):
     "Note that all batches of the phase are done"
-    self._end_phase()
-
-@patch
-def after_validate(self:DistributedTrainer):
-    "Note that all batches of the phase are done"
-    self._end_phase()
-
-@patch
-def _end_phase(self:DistributedTrainer):
     if self.phases.running: self.phases.running.ended = True # there is none where a callback cancelled before it began
+
+DistributedTrainer.after_validate = DistributedTrainer.after_train
 
 # %% ../../nbs/539_train.trainer.ipynb #20f34227
 @patch
@@ -350,7 +334,7 @@ def _on_batch(self:DistributedTrainer, do_one_batch):
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
     if training and self._through is not None: self.weigh.batch(run)
     else:
-        with self.layout.evaluation(not training and self._is_short()): run()
+        with self.layout.evaluation(not training and self.agreement.is_short()): run()
 
 @patch
 def _goes_through(self:DistributedTrainer): return self.learn.training and not self.layout.bare
