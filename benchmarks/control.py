@@ -4,7 +4,8 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from fastcore.all import call_parse
-from fastdist.comm.relay import RelayedConnection
+from fastdist.comm.relay import NodeRelays
+from fastdist.comm.vote import voting_connection
 from fastdist.comm.vote import Notes
 from fastdist.comm.watchdog import Watchdog
 from fastdist.job.fork import RankError
@@ -25,19 +26,19 @@ def deeper(n): return deep(n)
 def fails(line, who):
     "Return when this rank, in `who`, failed, or when it heard of it"
     try:
-        line.arm()
+        line.faults.arm()
         if line.rank not in who: time.sleep(60)
         at = time.monotonic()
         deep(30)
     except RankError: at = time.monotonic()
-    except ValueError as e: line.failed_here(e)
+    except ValueError as e: line.faults.failed_here(e)
     return at
 
 def votes(line, n=30):
     res = []
     for _ in range(n):
         start = time.perf_counter()
-        line.agree(0)
+        line.votes.agree(0)
         res.append(time.perf_counter()-start)
     return median(res)
 
@@ -45,29 +46,29 @@ def waits(line, secs=5):
     "Return the processor time of rank 0 while all wait for the last rank"
     start = time.process_time()
     if line.rank==line.world.size-1: time.sleep(secs)
-    line.agree(0)
+    line.votes.agree(0)
     return time.process_time()-start
 
 def stage(line, f):
     "Return what `f` returns on this rank, the seconds until all have met after it, and rank 0's bytes"
     before,start = traffic(line),time.monotonic()
     res = f(line)
-    if line.failed or line.trouble: line.renew()
-    else: line.meet()
-    took,line.armed = time.monotonic()-start,False # what the next stage does to others is heard in it
+    if line.faults.failed or line.faults.trouble: line.faults.renew()
+    else: line.votes.meet()
+    took,line.faults.armed = time.monotonic()-start,False # what the next stage does to others is heard in it
     res = res,took,traffic(line)-before
-    line.meet() # none closes before rank 0 has counted
+    line.votes.meet() # none closes before rank 0 has counted
     return res
 
 def whole(line, size):
     "All that a job can outlive"
-    line.renew()
+    line.faults.renew()
     stages = dict(vote=votes, wait=waits, error=lambda o: fails(o, {size-1}), errors=lambda o: fails(o, range(size)))
     return {k:stage(line, f) for k,f in stages.items()}
 
 def killed(line, size):
     "The last rank is killed; return when the others hear of it"
-    line.renew()
+    line.faults.renew()
     at = time.monotonic()
     if line.rank==size-1:
         Path('killed').write_text(str(at))
@@ -77,8 +78,9 @@ def killed(line, size):
 def be_rank(rank, size, local, job, gate):
     os.read(gate, 1)
     start,cpu = time.monotonic(),time.process_time()
-    line = RelayedConnection(World(rank, size, rank%local, local, rank//local, size//local, master_addr='127.0.0.1'), patience=60).add(Notes,Watchdog)
-    line.most = 0
+    world = World(rank, size, rank%local, local, rank//local, size//local, master_addr='127.0.0.1')
+    line = voting_connection(world, patience=60, topology=NodeRelays).add(Notes,Watchdog)
+    line.topology.most = 0
     line.open(120)
     res = dict(start=(None, time.monotonic()-start, traffic(line)), memory=int(Path('/proc/self/statm').read_text().split()[1])*4096)
     res |= job(line, size)

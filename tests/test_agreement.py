@@ -9,7 +9,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
 from fastdist.comm.control import control_connection
-from fastdist.comm.vote import VotingConnection
+from fastdist.comm.vote import Votes,voting_connection
 from fastdist.comm.watchdog import Watchdog
 from fastcore.test import test_eq,test_close,expect_fail
 from collectives import counting
@@ -64,7 +64,7 @@ def per_step(cb):
 
 def votes(rank, cb):
     learn,n = digits(n=320),Counter()
-    with mock.patch.object(VotingConnection, 'agree', lambda self, *args, agree=VotingConnection.agree: n.update('v') or agree(self, *args)): fit(learn, cbs=cb())
+    with mock.patch.object(Votes, 'agree', lambda self, *args, agree=Votes.agree: n.update('v') or agree(self, *args)): fit(learn, cbs=cb())
     return n['v'],len(learn.recorder.losses)
 
 @pytest.mark.parametrize('size,steps', [(2,8), (3,5), (4,4)])
@@ -166,11 +166,11 @@ def test_nested_contexts_share_the_line(): test_eq(on_ranks(two_contexts, join=F
 def test_an_error_that_was_there_before_keeps_nothing_back():
     "A second fit may stand in the `except` clause of the first"
     def f(rank):
-        with VotingConnection(this_world()).open() as line:
-            if rank: return line.failed_here(ValueError('a broken file'))
+        with voting_connection(this_world()).open() as line:
+            if rank: return line.faults.failed_here(ValueError('a broken file'))
             try: {}['mine']
             except KeyError:
-                line.arm()
+                line.faults.arm()
                 with expect_fail(RankError, 'a broken file'): time.sleep(8)
     on_ranks(f, join=False)
 

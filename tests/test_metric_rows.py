@@ -175,9 +175,9 @@ def exchanged(rank, *mets):
     learn.metrics = L(mets)
     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
         learn.validate()
-        n = control_connection().exchanges.n
+        n = control_connection().votes.exchanges.n
         learn.validate()
-        return control_connection().exchanges.n-n
+        return control_connection().votes.exchanges.n-n
 
 def test_exchanges_of_a_validation():
     "Rows take one more, however many metrics have them"

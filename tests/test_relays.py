@@ -5,7 +5,9 @@ from pathlib import Path
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.control import control_connection
-from fastdist.comm.relay import RelayedConnection
+from fastdist.comm.control import ControlConnection
+from fastdist.comm.relay import NodeRelays
+from fastdist.comm.vote import voting_connection
 from fastdist.comm.vote import Notes
 from fastdist.comm.watchdog import Watchdog
 from fastdist.job.errors import RankError
@@ -23,8 +25,8 @@ def world_in(nodes, rank):
     return World(rank, len(nodes), nodes[:rank].count(node), nodes.count(node), node, len(set(nodes)), master_addr='127.0.0.1')
 
 def opened(nodes, rank, patience=60., most=2):
-    line = RelayedConnection(world_in(nodes, rank), patience).add(Notes,Watchdog)
-    line.most = most
+    line = voting_connection(world_in(nodes, rank), patience, topology=NodeRelays).add(Notes,Watchdog)
+    line.topology.most = most
     return line.open(20)
 
 def apart(rank, nodes, f, kw):
@@ -46,7 +48,7 @@ def heard(line, f):
     start = time.monotonic()
     try: f()
     except Exception as e:
-        e = e if isinstance(e, RankError) else line.cause(e)
+        e = e if isinstance(e, RankError) else line.faults.cause(e)
         return e.rank,e.msg,time.monotonic()-start<4
 
 def same_for(res, who, text, soon=True):
@@ -60,11 +62,11 @@ def same_for(res, who, text, soon=True):
 def test_votes_and_notes(nodes, most):
     n = len(nodes)
     def f(line):
-        line.renew()
+        line.faults.renew()
         lines = len(line.lines)
         line.part(Notes).tell(str(line.rank), 'a file', f'by {line.rank}') if line.world.local_rank==0 else None
-        notes = [line.part(Notes).wait(str(nodes.index(o)), line.check) for o in range(3) if nodes[line.rank]!=o or line.world.local_rank]
-        return [line.agree((line.rank+i)%n) for i in range(n)],[line.agree(i==line.rank) for i in range(n)],notes,lines
+        notes = [line.part(Notes).wait(str(nodes.index(o)), line.faults.check) for o in range(3) if nodes[line.rank]!=o or line.world.local_rank]
+        return [line.votes.agree((line.rank+i)%n) for i in range(n)],[line.votes.agree(i==line.rank) for i in range(n)],notes,lines
     for rank,(a,b,notes,lines) in enumerate(on(nodes, f, most=most)):
         test_eq((a,b), ([n-1]*n,[1]*n))
         test_eq(notes, [f'by {nodes.index(o)}' for o in range(3) if nodes[rank]!=o or nodes.index(o)!=rank])
@@ -75,50 +77,50 @@ def test_votes_and_notes(nodes, most):
 @layouts
 def test_an_error_on_each_rank_in_turn(nodes):
     def f(line, who):
-        line.renew()
+        line.faults.renew()
         def work():
             if line.rank==who: raise ValueError(f'a broken file of {who}')
-            line.agree(0)
+            line.votes.agree(0)
         try: return heard(line, work) if line.rank!=who else work()
-        except ValueError as e: line.failed_here(e)
-    res = on(nodes, lambda line: [f(line, who) for who in range(len(nodes))]+[line.renew()])
+        except ValueError as e: line.faults.failed_here(e)
+    res = on(nodes, lambda line: [f(line, who) for who in range(len(nodes))]+[line.faults.renew()])
     for who,o in enumerate(zip(*res)):
         if who<len(nodes): same_for(o, who, f'a broken file of {who}')
 
 def test_an_error_on_all_ranks_is_shown_by_rank_0():
     def f(line):
-        line.renew()
+        line.faults.renew()
         try: raise ValueError('a bug')
-        except ValueError as e: line.failed_here(e)
-        res = line.as_rank0(5)
-        line.renew()
-        return res,line.agree(line.rank)
+        except ValueError as e: line.faults.failed_here(e)
+        res = line.faults.as_rank0(5)
+        line.faults.renew()
+        return res,line.votes.agree(line.rank)
     test_eq(on(blocks, f), [[r>0,7] for r in range(8)])
 
 @roles
 def test_a_rank_that_fails_and_leaves(who):
     "What it said is passed on before its goodbye, also by itself"
     def f(line):
-        line.renew()
-        if line.rank==who: return line.failed_here(ValueError('a broken file'))
-        return heard(line, line.meet)
+        line.faults.renew()
+        if line.rank==who: return line.faults.failed_here(ValueError('a broken file'))
+        return heard(line, line.votes.meet)
     same_for(on(blocks, f), who, 'a broken file')
 
 def test_ranks_of_two_nodes_fail_at_once():
     def f(line):
-        line.renew()
-        res = line.failed_here(ValueError('a broken file')) if line.rank in (1,4) else heard(line, lambda: line.agree(0))
-        line.renew()
-        return res,line.agree(line.rank)
+        line.faults.renew()
+        res = line.faults.failed_here(ValueError('a broken file')) if line.rank in (1,4) else heard(line, lambda: line.votes.agree(0))
+        line.faults.renew()
+        return res,line.votes.agree(line.rank)
     for rank,(o,n) in enumerate(on(blocks, f)):
         test_eq(n, 7)
         if rank not in (1,4): assert o[0] in (1,4) and 'a broken file' in o[1] and o[2]
 
 def killed(whom):
     def f(line):
-        line.renew()
+        line.faults.renew()
         if line.rank in whom: os.kill(os.getpid(), signal.SIGKILL)
-        return heard(line, lambda: line.agree(0))
+        return heard(line, lambda: line.votes.agree(0))
     return f
 
 @roles
@@ -134,11 +136,11 @@ def test_the_first_rank_of_a_node_does_not_reach_rank_0():
     "Its node, which comes later, is not left to wait"
     def f(rank):
         start = time.monotonic()
-        if rank==2: RelayedConnection._dial = lambda *args: Path('tried').touch() or stop(ConnectionError('no route'))
+        if rank==2: ControlConnection._dial = lambda *args: Path('tried').touch() or stop(ConnectionError('no route'))
         if rank==3:
             while not Path('tried').exists(): time.sleep(0.01)
-        with RelayedConnection(world_in((0,0,1,1), rank)) as line:
-            line.most = 2
+        with voting_connection(world_in((0,0,1,1), rank), topology=NodeRelays) as line:
+            line.topology.most = 2
             try: line.open(3 if rank<2 else 60)
             except Exception as e: return type(e).__name__,str(e),time.monotonic()-start<5
     res = on_ranks(f, 4, join=False)
@@ -148,8 +150,8 @@ def test_the_first_rank_of_a_node_does_not_reach_rank_0():
 def frozen(who):
     "A process that is stopped, and killed when the others have heard of it"
     def f(line):
-        line.renew()
-        if line.rank!=who: return heard(line, lambda: line.agree(0))
+        line.faults.renew()
+        if line.rank!=who: return heard(line, lambda: line.votes.agree(0))
         if os.fork()==0:
             end = time.monotonic()+30
             while len(list(Path().glob('out*')))<7 and time.monotonic()<end: time.sleep(0.05)
@@ -168,10 +170,10 @@ def test_a_process_is_stopped(who):
 def test_a_rank_is_stuck(who, fit):
     "Outside of a fit only a rank that others wait for is stuck"
     def f(line):
-        line.renew()
+        line.faults.renew()
         def work():
             while line.rank==who: time.sleep(0.01)
-            line.agree(0)
+            line.votes.agree(0)
         def watched():
             with line.part(Watchdog).watch(lambda: 'in a fit') if fit else nullcontext(): work()
         return heard(line, watched)
@@ -182,40 +184,40 @@ def test_a_rank_is_stuck(who, fit):
 @elsewhere
 def test_a_rank_in_another_exchange(who):
     def f(line):
-        line.renew()
-        return heard(line, lambda: line.agree(0, 'the other' if line.rank==who else 'the one'))
+        line.faults.renew()
+        return heard(line, lambda: line.votes.agree(0, 'the other' if line.rank==who else 'the one'))
     for o in on(blocks, f): assert o[0] is None and f'rank {who} in the other' in o[1] and 'in the one' in o[1]
 
 @roles
 def test_a_rank_leaves(who):
     def f(line):
-        line.renew()
-        if line.rank!=who: return heard(line, line.meet)
+        line.faults.renew()
+        if line.rank!=who: return heard(line, line.votes.meet)
     for o in [o for i,o in enumerate(on(blocks, f)) if i!=who]: assert o[0] is not None and 'it left while this rank' in o[1] and o[2]
 
 def test_a_rank_that_leaves_tells_of_no_loss():
     "It hears that rank 0 has ended when it has said goodbye, and would tell its node"
     def f(line):
-        line.renew()
+        line.faults.renew()
         tell = line.tell
         def slowly(kind, **kw):
             tell(kind, **kw)
             while kind=='bye' and 0 in line.lines: time.sleep(0.01)
         if line.rank==3: line.tell = slowly
-        elif line.rank!=4: heard(line, line.meet)
+        elif line.rank!=4: heard(line, line.votes.meet)
         else:
             while 3 in line.lines: time.sleep(0.01)
-            return line.heard_of is None and 3 in line.left
+            return line.faults.heard_of is None and 3 in line.left
     test_eq(on(blocks, f)[4], True)
 
 def test_a_rank_waits_for_a_note_of_a_place_that_is_passed():
     def f(line):
-        line.renew()
+        line.faults.renew()
         if line.rank==4:
-            with line.exchanges.of('a file', 'note'):
+            with line.votes.exchanges.of('a file', 'note'):
                 while not line.part(Notes).missed(): time.sleep(0.01)
             gone,_ = line.part(Notes).missed()
-        return line.agree(0) or line.rank==4 and gone
+        return line.votes.agree(0) or line.rank==4 and gone
     assert 'rank 0 in a vote' in on(blocks, f)[4]
 
 class Breaks(Callback):
@@ -226,7 +228,7 @@ class Breaks(Callback):
 def fits(rank, most):
     "Connections of this rank, how a fit ended that rank 3 breaks, and the weights after another one, on two nodes"
     os.environ |= dict(LOCAL_RANK=str(rank%2), LOCAL_WORLD_SIZE='2', GROUP_RANK=str(rank//2), GROUP_WORLD_SIZE='2')
-    RelayedConnection.most = most
+    NodeRelays.most = most
     set_seed(1)
     learn = digits(n=180)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx():

@@ -10,7 +10,7 @@ from fastdist import *
 from fastdist.job.world import World
 from fastdist.comm.messages import Line
 from fastdist.comm.steps import StepAgreement
-from fastdist.comm.vote import Notes,VotingConnection
+from fastdist.comm.vote import Notes,voting_connection
 from fastdist.comm.watchdog import Watchdog
 
 ours = {'wish','fence','fenced','decided','reached'}
@@ -18,7 +18,7 @@ ours = {'wish','fence','fenced','decided','reached'}
 @contextmanager
 def agreeing(*parts):
     "Open a control connection with `parts`; return it and its agreement on steps"
-    with VotingConnection(this_world()).add(StepAgreement, *parts).open() as line: yield line,line.part(StepAgreement)
+    with voting_connection(this_world()).add(StepAgreement, *parts).open() as line: yield line,line.part(StepAgreement)
 
 @contextmanager
 def counted():
@@ -46,7 +46,7 @@ def many(rank, n=800):
     with agreeing(Notes,Watchdog) as (line,steps), counted() as sent:
         steps.begin_steps(0)
         res,asked = run_steps(steps, rank, n, .005, rng)
-        line.meet()
+        line.votes.meet()
         return res,asked,sent
 
 @pytest.mark.parametrize('size', (2,3,4))
@@ -62,11 +62,11 @@ def test_many_rounds_at_random_speeds(size):
 def quiet(rank):
     with agreeing(Notes,Watchdog) as (line,steps), counted() as sent:
         steps.begin_steps(0)
-        begun = line.exchanges.n
+        begun = line.votes.exchanges.n
         for _ in range(300):
             gradients()
             assert steps.boundary() is None
-        return sum(sent[o] for o in ours),line.exchanges.n-begun
+        return sum(sent[o] for o in ours),line.votes.exchanges.n-begun
 
 def test_a_quiet_step_exchanges_nothing(): test_eq(on_ranks(quiet, 3), [(0,0)]*3)
 
@@ -74,12 +74,12 @@ def free_running(rank, n=200_000):
     "Steps that wait for nothing: the thread sets its fence while the main thread runs past"
     with agreeing() as (line,steps):
         steps.begin_steps(0)
-        line.meet()
+        line.votes.meet()
         res = []
         for i in range(n):
             if i%20_000==rank: steps.request('save')
             if steps.boundary(): res.append(steps.step)
-        line.meet()
+        line.votes.meet()
         return res
 
 def test_no_rank_runs_past_a_fence():
@@ -98,7 +98,7 @@ def asks(rank, who, what):
             if steps.step==3 and rank in who: steps.request(what)
             res = [o for o in [steps.boundary()] if o]
         later = [steps.boundary() for _ in range(20)]
-        line.meet()
+        line.votes.meet()
         return steps.step,res,set(later)
 
 @pytest.mark.parametrize('who', ([0],[1],[2],[0,1,2]), ids=str)
@@ -113,7 +113,7 @@ def later(rank):
         if rank==1: steps.request('save')
         with line.news: line.news.wait_for(lambda: steps.verdict)
         if rank==1: steps.request('stop')
-        line.meet()
+        line.votes.meet()
         res = []
         while 'stop' not in res:
             gradients()
@@ -132,7 +132,7 @@ def ends(rank):
                 gradients()
                 if i>=3 and rng.random()<.7: steps.request('save')
                 res.append((fit,i,steps.boundary()))
-        line.meet()
+        line.votes.meet()
     return res
 
 @pytest.mark.parametrize('size', (2,3))
@@ -144,11 +144,11 @@ def early(rank):
     "Rank 1 begins the next fit, and asks, while the others are still between the two"
     with agreeing() as (line,steps):
         steps.begin_steps(0)
-        line.meet()
+        line.votes.meet()
         if rank==1:
             steps.begin_steps(100)
             steps.request('save')
-        line.meet()
+        line.votes.meet()
         if rank!=1: steps.begin_steps(100)
         res = []
         while not res: res += [steps.step for _ in range(3) if steps.boundary()]
@@ -162,9 +162,9 @@ def dies(rank, who):
     with agreeing(Notes,Watchdog) as (line,steps):
         steps.begin_steps(0)
         if rank==who: steps.on_fence = lambda **msg: os.kill(os.getpid(), signal.SIGKILL)
-        line.meet()
+        line.votes.meet()
         if rank==who: time.sleep(60)
-        line.arm()
+        line.faults.arm()
         steps.request('stop')
         try:
             while True: steps.boundary()
@@ -180,15 +180,15 @@ def waits(rank):
         steps.begin_steps(0)
         line.part(Watchdog).notice = 1
         if rank==1: steps.on_fence = noop
-        line.meet()
-        line.arm()
+        line.votes.meet()
+        line.faults.arm()
         try:
             if rank==1:
                 with line.news: line.news.wait_for(lambda: False)
             steps.request('save')
             if rank==0: threading.Thread(target=presses, args=(line,err)).start()
             while True: steps.boundary()
-        except KeyboardInterrupt as e: line.failed_here(e)
+        except KeyboardInterrupt as e: line.faults.failed_here(e)
         except RankError as e: return e.rank,e.msg.strip().rpartition('\n')[2]
         return err.getvalue()
 
@@ -209,7 +209,7 @@ class Late(StepAgreement):
         if k=='fence' and v==2: self.step += 7
 
 def test_a_fence_that_came_too_late_is_set_anew():
-    with VotingConnection(World()).add(Late) as line:
+    with voting_connection(World()).add(Late) as line:
         steps = line.part(Late)
         steps.begin_steps(0)
         steps.on_fence(rank=0, n=1, gen=0, base=0)
@@ -220,8 +220,8 @@ def leaves_at_once(rank):
     def slow(self, **msg):
         if msg['kind']=='all' and self is [*line.lines.values()][-1]: time.sleep(.5) # the other one has left by then
         send(self, **msg)
-    with VotingConnection(this_world()).add(Notes,Watchdog).open() as line, mock.patch.object(Line, 'send', slow):
+    with voting_connection(this_world()).add(Notes,Watchdog).open() as line, mock.patch.object(Line, 'send', slow):
         if rank==0: time.sleep(.2) # the last to come tells the others, from its main thread
-        line.meet()
+        line.votes.meet()
 
 def test_a_rank_may_leave_while_another_has_not_heard_that_all_have_met(): on_ranks(leaves_at_once, 3)

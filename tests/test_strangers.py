@@ -5,7 +5,7 @@ import pytest
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.control import control_connection
-from fastdist.comm.vote import VotingConnection
+from fastdist.comm.vote import voting_connection
 from fastdist.comm.listener import Listener,_head,_magic,_proof
 from fastdist.job.group import sockets
 from fastcore.test import test_eq
@@ -119,7 +119,7 @@ def test_one_wrong_bit_is_enough():
     door.close()
 
 def across_nodes(rank, addr):
-    with VotingConnection(replace(this_world(), num_nodes=2, master_addr=addr)).open(20) as line: return line.agree(rank)
+    with voting_connection(replace(this_world(), num_nodes=2, master_addr=addr)).open(20) as line: return line.votes.agree(rank)
 
 @pytest.mark.parametrize('addr', ['127.0.0.7','localhost','::1','192.0.2.1'])
 def test_master_addresses(addr):

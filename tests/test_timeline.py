@@ -137,9 +137,9 @@ def exchanged(rank, timed, n_epoch):
     learn = digits(240, bs=8)
     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), counting() as ran:
         line = control_connection()
-        begun = line.exchanges.n
+        begun = line.votes.exchanges.n
         learn.fit(n_epoch, cbs=[Timeline()]*timed)
-        n = line.exchanges.n-begun
+        n = line.votes.exchanges.n-begun
     return n,ran
 
 @pytest.mark.parametrize('n_epoch', (1,3))
@@ -249,7 +249,7 @@ def again(rank):
             learn.fit(n)
             res.append(learn.timeline.history.n)
         test_eq([dist.all_reduce,learner_module.to_device], own)
-        test_eq([k for k in vars(control_connection().exchanges) if k in ('begin','end')], [])
+        test_eq([k for k in vars(control_connection().votes.exchanges) if k in ('begin','end')], [])
     return res
 
 def test_errors_and_further_fits(): test_eq(on_ranks(again, join=False), [[0,12,24]]*2)

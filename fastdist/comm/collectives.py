@@ -44,8 +44,8 @@ def exchange(
 ):
     "Return a context that counts the code inside as one exchange `name`, if there is a control connection"
     line = control_connection()
-    if not line or line.failed or line.exchanges.inside: return nullcontext()
-    return line.exchange(name or asking(sys._getframe(1)), kind)
+    if not line or line.faults.failed or line.votes.exchanges.inside: return nullcontext()
+    return line.votes.exchange(name or asking(sys._getframe(1)), kind)
 
 def _reachable(t): return t if f'{t.device.type}:' in str(dist.get_backend_config()) else t.to(comm_device())
 

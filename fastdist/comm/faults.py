@@ -26,13 +26,12 @@ from .exchanges import *
 from .control import *
 
 # %% ../../nbs/105_comm.faults.ipynb #8eacc6bd
-class Faults(ControlConnection):
-    "Control connection over which all ranks receive the error of one of them, and raise it"
+class Faults:
+    "Part of a control connection: all ranks receive the error of one of them, and raise it"
     def __init__(self,
-        world, # As for `ControlConnection`
-        tick=1. # As for `ControlConnection`
+        control:ControlConnection # Which has this part as its `faults`
     ):
-        super().__init__(world, tick)
+        self.control,control.faults = control,self
         self.generation,self.reported = 0,set() # the current one; those of which an error has been told to all
         self.errors = {} # rank -> last line of its error, where it was told
         self.heard_of = None # first error of another rank, its generation, when it came
@@ -40,11 +39,13 @@ class Faults(ControlConnection):
         self.failed = False # whether this rank has failed, and has told the others
         self.armed,self.amid = False,None # whether the main thread may be interrupted; id of the error that it was handling when it was armed
         self.was_cut = False # whether the process group has been aborted
-        self.main,self.signal = False,SharedSignal(signal.SIGURG, lambda _,frame: self._interrupt(frame)) # whether `ident` is Python's main thread; the signal that interrupts it
+        self.main,self.signal = False,SharedSignal(signal.SIGURG, lambda _,frame: self._interrupt(frame)) # whether the connection's `ident` is Python's main thread; the signal that interrupts it
+        control.at(before_start=self._install, not_opened=self._not_opened, lost=self._lost, look=self._interfere, due=self._due, relays=self._relays,
+            thread_failed=self._thread_failed, next_generation=self._next, before_close=self._before_close, after_close=self.signal.uninstall)
 
 # %% ../../nbs/105_comm.faults.ipynb #2d8a91e2
 @patch
-def _before_start(self:Faults):
+def _install(self:Faults):
     self.main = threading.current_thread() is threading.main_thread()
     if self.main: self.signal.install()
 
@@ -52,11 +53,6 @@ def _before_start(self:Faults):
 def _not_opened(self:Faults, e):
     if isinstance(e, TimeoutError): self.failed_here(e)
 
-# %% ../../nbs/105_comm.faults.ipynb #5ea9da90
-@patch
-def _after_close(self:Faults): self.signal.uninstall()
-@patch
-def _look(self:Faults, now): self._interfere(now)
 @patch
 def _lost(self:Faults, rank, why): self.tell_error(rank, why, math.inf)
 
@@ -64,13 +60,13 @@ def _lost(self:Faults, rank, why): self.tell_error(rank, why, math.inf)
 @patch
 def _is_first(self:Faults, gen):
     "Return whether this is the first error of generation `gen`, and mark the generation as reported"
-    with self.news:
+    with self.control.news:
         known = gen in self.reported
         self.reported.add(gen)
     return not known
 
 @patch
-def _relays(self:Faults, msg): return self._is_first(msg['gen']) if msg['kind'] in ('error','stuck') else ControlConnection._relays(self, msg)
+def _relays(self:Faults, msg): return msg['kind'] in ('error','stuck') and self._is_first(msg['gen'])
 
 # %% ../../nbs/105_comm.faults.ipynb #b7fee7ba
 @patch
@@ -80,34 +76,36 @@ def tell_error(self:Faults,
     gen:float # Generation of the error
 ):
     "Send the first error of a generation to all ranks; send only the last line of a later error of rank 0"
-    if self._is_first(gen): self.tell('error', rank=rank, text=text, gen=gen)
-    elif self.rank==rank==0: self.tell('failed', text=_last_line(text))
-    else: self._on_failed(rank, text)
+    if self._is_first(gen): self.control.tell('error', rank=rank, text=text, gen=gen)
+    elif self.control.rank==rank==0: self.control.tell('failed', text=_last_line(text))
+    else: self.on_failed(rank, text)
 
 def _last_line(text): return text.rstrip().rpartition('\n')[2]
 
 @patch
-def _in_short(self:Faults, msg):
+def in_short(self:Faults,
+    msg:dict # Of any kind
+)->dict:
     "Return `msg`, but for an error only its last line"
     return dict(kind='failed', rank=msg['rank'], text=_last_line(msg['text'])) if msg['kind']=='error' else msg
 
 # %% ../../nbs/105_comm.faults.ipynb #24ad2cc3
 @patch
-def _on_error(self:Faults, rank, text, gen):
-    self._on_failed(rank, text)
-    if rank!=self.rank: self._fail(RankError(rank, text), gen)
+def on_error(self:Faults, rank, text, gen):
+    self.on_failed(rank, text)
+    if rank!=self.control.rank: self._fail(RankError(rank, text), gen)
 
 @patch
-def _on_failed(self:Faults, rank, text):
-    with self.news:
+def on_failed(self:Faults, rank, text):
+    with self.control.news:
         self.errors[rank] = _last_line(text)
-        self.news.notify_all()
-    if rank==self.rank: self.failed,self.armed = True,False
+        self.control.news.notify_all()
+    if rank==self.control.rank: self.failed,self.armed = True,False
 
 @patch
 def _fail(self:Faults, err, gen):
     "Record `err`, unless an error is recorded already or `gen` is over"
-    with self.news:
+    with self.control.news:
         if gen>=self.generation and not self.heard_of: self.heard_of = err,gen,time.monotonic()
 
 # %% ../../nbs/105_comm.faults.ipynb #24100236
@@ -117,21 +115,21 @@ def tell_stuck(self:Faults,
     rank:int # The rank that is stuck, `None` where several are
 ):
     "Raise `RankError` on all ranks, this one included"
-    if self._is_first(self.generation): self.tell('stuck', rank=rank, text=text, gen=self.generation)
+    if self._is_first(self.generation): self.control.tell('stuck', rank=rank, text=text, gen=self.generation)
 
 @patch
-def _on_stuck(self:Faults, rank, text, gen):
-    with self.news: self.reported.add(gen)
+def on_stuck(self:Faults, rank, text, gen):
+    with self.control.news: self.reported.add(gen)
     self._fail(RankError(rank, text), gen)
 
 # %% ../../nbs/105_comm.faults.ipynb #8599c25f
 @patch
 def _thread_failed(self:Faults, e):
-    text = f'its control thread failed:\n{"".join(traceback.format_exception(e))}'
-    self._fail(RankError(self.rank, text), math.inf)
-    self.send(kind='error', rank=self.rank, text=text, gen=math.inf)
-    with suppress(Exception): sys.stderr.write(f'fastdist: rank {self.rank}: {text}')
-    while not self.closed:
+    c,text = self.control,f'its control thread failed:\n{"".join(traceback.format_exception(e))}'
+    self._fail(RankError(c.rank, text), math.inf)
+    c.send(kind='error', rank=c.rank, text=text, gen=math.inf)
+    with suppress(Exception): sys.stderr.write(f'fastdist: rank {c.rank}: {text}')
+    while not c.closed:
         with suppress(Exception): self._interfere(time.monotonic())
         time.sleep(0.1)
 
@@ -142,38 +140,39 @@ def failed_here(self:Faults,
 ):
     "Send `e` to all ranks as an error of this rank, or of the rank that a `RankError` names; only the first call of a generation has an effect"
     if self.failed: return
-    if isinstance(e, RankError) and e.rank not in (None,self.rank):
+    if isinstance(e, RankError) and e.rank not in (None,self.control.rank):
         self.failed,self.armed = True,False
         return self.tell_error(e.rank, e.msg, self.generation)
     text = ''.join(traceback.format_exception(e))
-    self.tell_error(self.rank, text if len(text)<20_000 else f'{text[:8000]}\n...\n{text[-8000:]}', self.generation)
+    self.tell_error(self.control.rank, text if len(text)<20_000 else f'{text[:8000]}\n...\n{text[-8000:]}', self.generation)
 
 @patch
 def as_rank0(self:Faults,
     wait:float=0.3 # Seconds to wait for rank 0's error
 )->bool:
     "Return whether rank 0 failed with the same error as this rank, and shows it for both"
-    with self.news: self.news.wait_for(lambda: 0 in self.errors or 0 in self.left, wait if self.rank else 0)
-    return self.rank>0 and self.errors.get(0)==self.errors.get(self.rank)!=None
+    c = self.control
+    with c.news: c.news.wait_for(lambda: 0 in self.errors or 0 in c.left, wait if c.rank else 0)
+    return c.rank>0 and self.errors.get(0)==self.errors.get(c.rank)!=None
 
 # %% ../../nbs/105_comm.faults.ipynb #04470955
 _grace = 0.5
 
 @patch
-def _next_look(self:Faults):
+def _due(self:Faults):
     heard = self.heard_of # which the main thread may forget at any time
-    return max(self.looked+0.1, heard[2]+_grace) if heard else self.looked+self.tick
+    return max(self.control.looked+0.1, heard[2]+_grace) if heard else math.inf
 
 @patch
 def _interfere(self:Faults, now):
     "Interrupt the main thread and abort the process group, half a second or more after the error of another rank was received"
-    with self.news: # until all is done, the main thread cannot go on to the next generation
+    with self.control.news: # until all is done, the main thread cannot go on to the next generation
         if not self.heard_of or self.failed or now-self.heard_of[2]<_grace: return
         owner = group_owner() if self.trouble and not self.was_cut else None # a tick later: what gloo is about to begin when its connections break, it may lose
         self.trouble,self.was_cut = self.heard_of[0],bool(self.trouble)
-        if self.armed and self.main: self.signal.send(self.ident)
+        if self.armed and self.main: self.signal.send(self.control.ident)
         if owner: owner.cut()
-        self.news.notify_all()
+        self.control.news.notify_all()
 
 # %% ../../nbs/105_comm.faults.ipynb #bd07c355
 def _swallows(frame):
@@ -183,7 +182,7 @@ def _swallows(frame):
 @patch
 def arm(self:Faults):
     "Permit the thread to interrupt the main thread from now on"
-    if self.main and not self.closed: self.signal.install()
+    if self.main and not self.control.closed: self.signal.install()
     self.amid,self.armed = id(sys.exc_info()[1]),True
 
 @patch
@@ -224,33 +223,32 @@ def cause(self:Faults,
     if self.failed: return
     if self.trouble and isinstance(e, RankError): return self._new_error()
     if not is_broken(e): return
-    self._wait_for_cause(wait)
+    self.await_cause(wait)
     if self.trouble: return self._new_error()
-    if self.left: return self._left_error()
+    if self.control.left: return self.left_error()
 
 @patch
-def _wait_for_cause(self:Faults, wait=5.):
-    with self.news: self.news.wait_for(lambda: self.trouble or self.left and not self.heard_of, wait)
+def await_cause(self:Faults,
+    wait:float=5. # Seconds
+):
+    "Wait until another rank's error is due, or a rank has left"
+    with self.control.news: self.control.news.wait_for(lambda: self.trouble or self.control.left and not self.heard_of, wait)
 
 @patch
-def _left_error(self:Faults):
-    return RankError(min(self.left), f'it left while this rank, {self.rank}, waited for it. HINT: every rank has to make the same fits, validations and predictions')
+def left_error(self:Faults)->RankError:
+    "Return the error of a rank that waits for one that has left"
+    return RankError(min(self.control.left), f'it left while this rank, {self.control.rank}, waited for it. HINT: every rank has to make the same fits, validations and predictions')
 
 # %% ../../nbs/105_comm.faults.ipynb #bb780443
 @patch
 def renew(self:Faults):
     "Begin a new generation: forget the error, unless it is the loss of a process"
-    with self.news:
-        self._next_generation()
-        for o in self.parts: o.next_generation()
+    with self.control.news: self.control.call('next_generation')
     self.arm()
-    self._renewed()
+    self.control.call('renewed')
 
 @patch
-def _renewed(self:Faults): "Called when a new generation has begun on this rank"
-
-@patch
-def _next_generation(self:Faults):
+def _next(self:Faults):
     self.generation += 1
     if self.heard_of and self.heard_of[1]<self.generation: self.trouble = self.heard_of = None
     self.was_cut = bool(self.trouble) and self.was_cut
@@ -260,9 +258,9 @@ def _next_generation(self:Faults):
 @patch
 def _before_close(self:Faults):
     "Wait until the rank that shows the error has left, and one second more"
-    self.armed = False
-    shows = 0 if self.as_rank0(0) else (self.trouble.rank or 0) if self.trouble else self.rank
-    if shows==self.rank: return
+    c,self.armed = self.control,False
+    shows = 0 if self.as_rank0(0) else (self.trouble.rank or 0) if self.trouble else c.rank
+    if shows==c.rank: return
     killed = self.heard_of and self.heard_of[1]==math.inf
-    with self.news: killed or self.news.wait_for(lambda: shows in self.left, 10)
+    with c.news: killed or c.news.wait_for(lambda: shows in c.left, 10)
     time.sleep(1)

@@ -147,14 +147,15 @@ class OwnReport:
             return bool(conns)
 
 # %% ../../nbs/115_comm.inquiry.ipynb #0f429177
-class Inquiry(ControlPart):
+class Inquiry:
     "Lets all ranks say where they stand when one of them is asked"
     own_kinds = {'answered'}
     answer_time,pause = 2.,.5 # seconds that ranks have for their answers; seconds from the end of an inquiry to the next
     def __init__(self,
-        control # `VotingConnection`, with a `Watchdog`
+        control # `ControlConnection`, with `Faults` and `Votes`, with a `Watchdog`
     ):
         self.control,self.watchdog = control,control.part(Watchdog)
+        control.at(before_start=self.before_start, after_close=self.after_close, look=self.look, due=self.due)
         self.by_signal,self.local = ReportSignal(),None
         self.askers,self.own_due = [],math.inf # connections that wait for the report, `None` for the signal; when this rank makes one of its own
         self.inquiry,self.inquiries = None,0 # on rank 0: the open one; how many there were
@@ -241,7 +242,7 @@ def _go_on(self:Inquiry, now):
 def _end_inquiry(self:Inquiry):
     "On rank 0: make the report, and send it to those who asked; of those who were signalled, the first shows it for all"
     o,self.inquiry,now = self.inquiry,None,time.monotonic()
-    text = report_text({r:o.answers.get(r) for r in range(self.control.world.size)}, self.control.left, self.control.errors)
+    text = report_text({r:o.answers.get(r) for r in range(self.control.world.size)}, self.control.left, self.control.faults.errors)
     if len(text)>_longest: text = f'{text[:_longest]}\n...'
     shows = first(r for r,signal in o.askers if signal)
     self.quiet,self.shown = now+self.pause,self.shown if shows is None else now+1

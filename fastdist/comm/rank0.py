@@ -71,7 +71,7 @@ class _LineNotes:
     def begin(self, key): "No operation: inside a context the control connection shows where rank 0 is"
     def count(self, name):
         "Return the number of calls of `name` in this generation, this one included"
-        calls,call = self.notes.calls,(self.line.generation,name)
+        calls,call = self.notes.calls,(self.line.faults.generation,name)
         calls[call] = calls.get(call, 0)+1
         return calls[call]
     def put(self, key, what, note):
@@ -79,7 +79,7 @@ class _LineNotes:
         self.notes.tell(key, what, note)
     def get(self, key, what, anywhere):
         "Return the note at `key` when it is set; unless `anywhere`, raise an error if rank 0 passes this place without it"
-        with exchange(what, 'note'): return self.notes.wait(key, self.line.check if anywhere else partial(self._must_come, what))
+        with exchange(what, 'note'): return self.notes.wait(key, self.line.faults.check if anywhere else partial(self._must_come, what))
 
     def _must_come(self, what):
         "Raise `RankError` if rank 0 has passed this place; `_PassedBy` if it has done the work under another name"
@@ -87,8 +87,6 @@ class _LineNotes:
         if not missed: return
         if missed[1] and what!='rank0_first': raise _PassedBy(first(get_close_matches(what, missed[1], 1, 0)))
         raise RankError(None, f'rank {self.line.rank} waits for rank 0 to come to {what!r}, {place_of(sys._getframe())}; but {missed[0]}. HINT: call it on all ranks')
-
-
 
 # %% ../../nbs/110_comm.rank0.ipynb #63de5408
 @contextmanager

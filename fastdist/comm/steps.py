@@ -22,21 +22,20 @@ from .control import *
 _never = 1<<62 # more steps than a fit has
 
 # %% ../../nbs/107_comm.steps.ipynb #7e3efba3
-class StepAgreement(ControlPart):
+class StepAgreement:
     "Agrees on the step at which all ranks save or stop"
     wishes = 'stop','save' # the first that is asked for goes first, and fulfils those behind it
     def __init__(self,
-        control # `VotingConnection`
+        control # `ControlConnection`, with `Faults` and `Votes`
     ):
         self.control = control
+        control.at(has_left=self._decide, next_generation=self._next)
         self.step,self.base = -1,-1 # of the main thread; where its steps began in this fit
         self.round,self.fence,self.verdict = (0,-1),math.inf,None # number and base of the newest round; the next step at which to look; what is decided for it
         self.begun = 0 # fits, in this generation
         self.rounds,self.call,self.asked = 0,None,{} # on rank 0: how many there were; the open one; wish -> base of the steps in which it was asked for
 
-    def has_left(self): self._decide()
-
-    def next_generation(self):
+    def _next(self):
         self.call,self.asked,self.begun = None,{},0
         self._forget_round()
 
@@ -62,7 +61,7 @@ def begin_steps(self:StepAgreement,
 def begin_fit(self:StepAgreement):
     "Call `begin_steps` with a number that is larger than all before: of the generation, and of the fit in it"
     self.begun += 1
-    self.begin_steps((self.control.generation<<48) + (self.begun<<32))
+    self.begin_steps((self.control.faults.generation<<48) + (self.begun<<32))
 
 @patch
 def boundary(self:StepAgreement)->str: # 'save' or 'stop' at the step that all agreed on; `None` at all others
@@ -74,7 +73,7 @@ def boundary(self:StepAgreement)->str: # 'save' or 'stop' at the step that all a
 # %% ../../nbs/107_comm.steps.ipynb #85f45335
 @patch
 def _at_fence(self:StepAgreement):
-    with self.control.exchanges.of('the agreement on a step', 'round'), self.control.news:
+    with self.control.votes.exchanges.of('the agreement on a step', 'round'), self.control.news:
         while self.step>=self.fence and not self.verdict: self._wait_for_round()
         if self.step<self.fence: return None
         what = self.verdict
@@ -84,8 +83,8 @@ def _at_fence(self:StepAgreement):
 
 @patch
 def _wait_for_round(self:StepAgreement):
-    self.control.check()
-    if 0 in self.control.left and not self.control.heard_of: self._forget_round()
+    self.control.faults.check()
+    if 0 in self.control.left and not self.control.faults.heard_of: self._forget_round()
     self.control.news.wait(0.2)
 
 # %% ../../nbs/107_comm.steps.ipynb #df976803
@@ -95,12 +94,12 @@ def request(self:StepAgreement,
 ):
     "Ask for `what` on all ranks, at a step that is yet to come; call it in the main thread, not in the handler of a signal"
     if what not in self.wishes: raise ValueError(f'You asked for {what!r}, but ranks agree on {" or ".join(self.wishes)}')
-    self.control.tell_rank0('wish', what=what, gen=self.control.generation, base=self.base)
+    self.control.tell_rank0('wish', what=what, gen=self.control.faults.generation, base=self.base)
 
 @patch
 def on_wish(self:StepAgreement, rank, what, gen, base):
     with self.control.news:
-        if gen!=self.control.generation or base<self.base or self._fulfils(rank, what, base): return
+        if gen!=self.control.faults.generation or base<self.base or self._fulfils(rank, what, base): return
         self.asked[what] = base
     self._open_round()
 
@@ -119,14 +118,14 @@ def _open_round(self:StepAgreement):
         what = first(o for o in self.wishes if self.asked.get(o)==base)
         self.rounds,self.asked = self.rounds+1,{}
         self.call = SimpleNamespace(n=self.rounds, base=base, what=what, fences={}, decided=False, reached=set())
-        msg = dict(n=self.rounds, gen=self.control.generation, base=base)
+        msg = dict(n=self.rounds, gen=self.control.faults.generation, base=base)
     self.control.tell('fence', **msg)
 
 # %% ../../nbs/107_comm.steps.ipynb #8c425c31
 @patch
 def on_fence(self:StepAgreement, rank, n, gen, base):
     with self.control.news:
-        if gen!=self.control.generation or n<=self.round[0]: return
+        if gen!=self.control.faults.generation or n<=self.round[0]: return
         at = self.base if base<self.base else self._set_fence(n, base)
     self.control.tell_rank0('fenced', n=n, at=at)
 

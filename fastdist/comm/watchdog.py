@@ -25,13 +25,14 @@ from .vote import *
 # %% ../../nbs/108_comm.watchdog.ipynb #e339234f
 _outside,_no_pos = lambda: 'between two fits',lambda: None
 
-class Watchdog(ControlPart):
+class Watchdog:
     "Lets the thread of a control connection watch the progress of the main thread"
     own_kinds = {'ping','awaited'}
     def __init__(self,
-        control # `VotingConnection`
+        control # `ControlConnection`, with `Faults` and `Votes`
     ):
         self.control,self.notice = control,30. # seconds after which a wait is printed
+        control.at(look=self.look, due=self.due)
         self.seen,self.moved = 0,time.monotonic() # last value of the connection's `beat`; when that was new
         self.where,self.pos,self.fits = _outside,_no_pos,0 # as for `watch`; how many of them are open
         self.waits_since,self.woke = None,0. # when the main thread was first seen to wait; when this process went on after it was stopped
@@ -40,7 +41,7 @@ class Watchdog(ControlPart):
 
 # %% ../../nbs/108_comm.watchdog.ipynb #8e081de7
 @patch
-def due(self:Watchdog): return self.control.looked+0.1 if self.fresh and not self.control.heard_of else math.inf
+def due(self:Watchdog): return self.control.looked+0.1 if self.fresh and not self.control.faults.heard_of else math.inf
 
 @patch
 @contextmanager
@@ -63,12 +64,12 @@ def look(self:Watchdog, now):
     if now-c.looked>3: self.woke = now # this process was stopped; what seemed to be a wait may be over at once
     self._ping(now)
     if c.beat!=self.seen: self.seen,self.moved = c.beat,now
-    if not c.heard_of:
+    if not c.faults.heard_of:
         self._report_wait(now)
         self._check_progress(now)
         if c.rank==0: self._go_through_reports(now)
-    heard = c.heard_of # which the main thread may forget at any time
-    if heard and c.trouble and c.armed and c.main and now-heard[2]>self._endurance(): self._end()
+    heard = c.faults.heard_of # which the main thread may forget at any time
+    if heard and c.faults.trouble and c.faults.armed and c.faults.main and now-heard[2]>self._endurance(): self._end()
 
 @patch
 def _endurance(self:Watchdog):
@@ -82,13 +83,13 @@ def _endurance(self:Watchdog):
 def _check_progress(self:Watchdog, now):
     frame = sys._current_frames().get(self.control.ident) if now-self.moved>self.control.patience else None
     if not frame: return
-    if is_waiting(frame): self.control.tell_rank0('waits', gen=self.control.generation, where=f'{self.where()}{in_callback(frame)}')
+    if is_waiting(frame): self.control.tell_rank0('waits', gen=self.control.faults.generation, where=f'{self.where()}{in_callback(frame)}')
     elif self.fits or now-self.awaited<3: self._blame_myself(now, frame) # outside of a fit nothing adds to `beat`
 
 @patch
 def _blame_myself(self:Watchdog, now, frame):
     stack = ''.join(traceback.format_stack(frame))
-    self.control.tell_stuck(f'it did not move for {now-self.moved:.1f} seconds: {self.where()}{in_callback(frame)}. Its stack:\n{stack}', self.control.rank)
+    self.control.faults.tell_stuck(f'it did not move for {now-self.moved:.1f} seconds: {self.where()}{in_callback(frame)}. Its stack:\n{stack}', self.control.rank)
 
 # %% ../../nbs/108_comm.watchdog.ipynb #11fa8b0f
 @patch
@@ -100,8 +101,8 @@ def on_awaited(self:Watchdog): self.awaited = time.monotonic()
 @patch
 def _go_through_waits(self:Watchdog, now):
     c = self.control
-    self.waiting = {r:o for r,o in sorted(self.waiting.items()) if now-o[0]<3 and o[1]==c.generation}
-    if len(self.waiting)==c.world.size: return c.tell_stuck('\n'.join(['all ranks wait for each other:', *(f'rank {r} in {o[2]}' for r,o in self.waiting.items())]), 0)
+    self.waiting = {r:o for r,o in sorted(self.waiting.items()) if now-o[0]<3 and o[1]==c.faults.generation}
+    if len(self.waiting)==c.world.size: return c.faults.tell_stuck('\n'.join(['all ranks wait for each other:', *(f'rank {r} in {o[2]}' for r,o in self.waiting.items())]), 0)
     if any(self.waiting): self.awaited = now # by a rank other than 0
     if not self.waiting or now-self.told<1: return
     self.told = now
@@ -116,23 +117,23 @@ def standing(self:Watchdog,
     "Return the report of this process's main thread"
     frame = sys._current_frames().get(self.control.ident)
     if frame is None: return
-    res = report(self.control.exchanges, frame, now, self.moved)
+    res = report(self.control.votes.exchanges, frame, now, self.moved)
     if res['kind']: self.waits_since = None
     else: # outside of our own exchanges it is only known to wait since it was first seen to
         self.waits_since = ifnone(self.waits_since, now) if res['secs'] else None
         res['secs'] = now-max(self.waits_since, self.moved) if res['secs'] else 0.
     res['secs'] = min(res['secs'], now-self.woke)
-    return res|dict(gen=self.control.generation, where=self.where()+in_callback(frame), pos=self.pos())
+    return res|dict(gen=self.control.faults.generation, where=self.where()+in_callback(frame), pos=self.pos())
 
 # %% ../../nbs/108_comm.watchdog.ipynb #e0492228
 @patch
 def _report_wait(self:Watchdog, now):
-    at = self.standing(now) if self.control.exchanges.open or now-self.moved>1 else None
+    at = self.standing(now) if self.control.votes.exchanges.open or now-self.moved>1 else None
     if at and at['secs']>1: self.control.tell_rank0('stands', at=at)
 
 @patch
 def on_stands(self:Watchdog, rank, at):
-    if at['gen']!=self.control.generation or self.control.heard_of: return
+    if at['gen']!=self.control.faults.generation or self.control.faults.heard_of: return
     with self.control.news: self.reports[rank],self.fresh[rank] = (time.monotonic(), at),at
 
 @patch
@@ -140,7 +141,7 @@ def confirm(self:Watchdog,
     name:str # The exception that this rank is about to raise, and its place
 ):
     "Wait until all ranks are about to raise the exception `name`; raise `RankError` on all if one is past that place"
-    self.control.agree(0, name, 'cancel', lambda: self.control.tell_rank0('stands', at=self.standing(time.monotonic())))
+    self.control.votes.agree(0, name, 'cancel', lambda: self.control.tell_rank0('stands', at=self.standing(time.monotonic())))
 
 # %% ../../nbs/108_comm.watchdog.ipynb #ccc3b2f0
 @patch
@@ -165,7 +166,7 @@ def on_ask(self:Watchdog):
 @patch
 def _is_over(self:Watchdog, o):
     "Return whether report `o` belongs to an older generation, or to an agreement that is complete"
-    return o['gen']!=self.control.generation or o['kind']=='cancel' and self.control.confirmed is not None and (o['gen'],o['n'])<=self.control.confirmed[:2]
+    return o['gen']!=self.control.faults.generation or o['kind']=='cancel' and self.control.votes.confirmed is not None and (o['gen'],o['n'])<=self.control.votes.confirmed[:2]
 
 @patch
 def _recent(self:Watchdog, now): return {r:o for r,(t,o) in sorted(self.reports.items()) if now-t<3 and not self._is_over(o)}
@@ -179,7 +180,7 @@ def _compare(self:Watchdog, fresh, recent):
         apart = {s:o for s,o in found.values() if s!=r and are_apart(at, o, all_wait)}
         if not apart: continue
         cancelled = [k for k,o in ({r:at}|apart).items() if o['kind']=='cancel']
-        return self.control.tell_stuck(apart_text({r:at}|apart), cancelled[0] if len(cancelled)==1 else None)
+        return self.control.faults.tell_stuck(apart_text({r:at}|apart), cancelled[0] if len(cancelled)==1 else None)
 
 # %% ../../nbs/108_comm.watchdog.ipynb #266eea92
 @patch
@@ -200,7 +201,7 @@ def _ping(self:Watchdog, now):
     c.send(kind='ping', rank=c.rank)
     for r in list(c.lines):
         silent = now-self.heard.setdefault(r, now)
-        if silent>c.patience+5: c.tell_error(r, f'its process has not answered for {silent:.0f} seconds. HINT: it was stopped, or hangs in a call that '
+        if silent>c.patience+5: c.faults.tell_error(r, f'its process has not answered for {silent:.0f} seconds. HINT: it was stopped, or hangs in a call that '
             'holds the interpreter\'s lock', math.inf)
 
 @patch

@@ -78,7 +78,7 @@ def timed_waits(
             fs = {k:v for k,v in vars(dist).items() if k.startswith(_kinds) and type(v) is FunctionType}
             stack.enter_context(replaced(dist, **{k:_timed(f, clock) for k,f in fs.items()}))
         line = control_connection()
-        if line: stack.enter_context(replaced(line.exchanges, **_counted(line.exchanges, clock)))
+        if line: stack.enter_context(replaced(line.votes.exchanges, **_counted(line.votes.exchanges, clock)))
         yield
 
 # %% ../../nbs/605_observe.waits.ipynb #2ea7a3de

@@ -120,7 +120,7 @@ def _more(self:SharedFolder, blind, chunks, folder):
     if blind: raise OSError(errno.ENOENT, f'rank {blind[0]} {why}', str(folder))
     write_chunks(folder, 0, chunks)
     line = self.fit.line
-    index,files = collect_chunks(folder, await_chunks(folder, self.fit.size, lambda: line.failed or line.closed))
+    index,files = collect_chunks(folder, await_chunks(folder, self.fit.size, lambda: line.faults.failed or line.closed))
     return dict(chunks=index),files
 
 @patch

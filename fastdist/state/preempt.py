@@ -81,12 +81,12 @@ def _say(self:StopSignals, text):
 # %% ../../nbs/410_state.preempt.ipynb #e2766f6c
 @patch
 def agree(self:StopSignals,
-    line=None # The job's `VotingConnection`; `None` in one process
+    line=None # The job's `ControlConnection`; `None` in one process
 )->int: # 0 where no rank has got one
     "Return the number of the signal that any rank has got; one vote, after which it counts as heard"
     mine = int(self.asked or 0)
     self.heard = bool(mine)
-    return line.agree(mine, 'the signal to stop') if line else mine
+    return line.votes.agree(mine, 'the signal to stop') if line else mine
 
 # %% ../../nbs/410_state.preempt.ipynb #449e28d4
 _set_handlers = signal_handling._set_worker_signal_handlers

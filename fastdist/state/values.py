@@ -116,7 +116,7 @@ def preserved(
     own,line = [(o, type(o), dict(vars(o))) for o in objs],control_connection()
     try: yield
     finally:
-        with line.shield() if line else nullcontext():
+        with line.faults.shield() if line else nullcontext():
             for o,cls,attrs in own: _reset(o, cls, attrs)
 
 def _reset(o, cls, attrs):

@@ -38,7 +38,7 @@ class Agreement:
         line,events = self.job.line,self.events
         if line:
             line.beat += 1
-            if line.trouble: line.check()
+            if line.faults.trouble: line.faults.check()
         if events.alone: return events.call_aside(event_name)
         if event_name=='after_loss' and self.passes.due: self.passes.ask()
         if line: return events(event_name)
@@ -97,7 +97,7 @@ def vote(self:Agreement,
     name:str='a vote' # For messages
 ):
     "Raise on all ranks what one of them cancels by; do nothing where nobody does"
-    what = type(mine) if self.job.line.failed or not self._in_step() else vote(mine, name)
+    what = type(mine) if self.job.line.faults.failed or not self._in_step() else vote(mine, name)
     if what in (None,type(None)): return
     res = mine if isinstance(mine, what) else what()
     res.agreed = True
@@ -148,7 +148,7 @@ def is_short(self:Agreement,
     "Return whether some rank has no samples of this batch; where nobody knows beforehand, ranks vote, and this one says `mine`"
     ph = self.phases.current
     if not self.layout.gathers or ph is None or ph.dl is None: return False
-    if _is_open(ph.dl): return self.job.line.agree(1 if mine else 2, 'a batch of a loader that ends when it ends')==2
+    if _is_open(ph.dl): return self.job.line.votes.agree(1 if mine else 2, 'a batch of a loader that ends when it ends')==2
     return not mine or ph.dl.total(self.learn.iter)<self.phases.size
 
 @patch

@@ -134,7 +134,7 @@ class Job:
 
     def close(self):
         "Undo what was done, in reverse order"
-        with self.line.shield() if self.line else nullcontext(): self._close()
+        with self.line.faults.shield() if self.line else nullcontext(): self._close()
         if self.line and self.own_line: self.line.close()
 
 # %% ../../nbs/504_train.context.ipynb #010a2a0b
@@ -142,10 +142,10 @@ class Job:
 def _join(self:Job, how, patience):
     patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
     self.own_line = self.world.size>1 and control_connection() is None
-    new = RelayedConnection(self.world, patience).add(StepAgreement, Notes, Watchdog, Inquiry) if self.own_line else None
+    new = voting_connection(self.world, patience, topology=NodeRelays).add(StepAgreement, Notes, Watchdog, Inquiry) if self.own_line else None
     if self.world.size>1: self.line = new.open(max(10, patience)) if new else control_connection()
     self.member.join(**how)
-    if self.own_line: self.line.arm()
+    if self.own_line: self.line.faults.arm()
 
 @patch
 def _open(self:Job, options):
@@ -171,38 +171,38 @@ def together(self:Job,
 ):
     "Return a context manager that raises an error of one rank on all ranks; it first renews a process group that broke before"
     line = self.line
-    if line.failed or line.trouble: self._renew()
-    line.arm()
+    if line.faults.failed or line.faults.trouble: self._renew()
+    line.faults.arm()
     try:
         with line.part(Watchdog).watch(where, pos): yield
     except BaseException as e: self.blame(e)
-    line.arm()
+    line.faults.arm()
 
 @patch
 def blame(self:Job,
     e:BaseException # Caught on this rank
 ):
     "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
-    cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.line is None else self.line.cause(e)
+    cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.line is None else self.line.faults.cause(e)
     if cause: raise cause from None
     self.explain(e)
     planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
-    if self.line and not planned: self.line.failed_here(e)
-    if self.line and isinstance(e, Exception) and self.line.as_rank0(): everywhere(e)
+    if self.line and not planned: self.line.faults.failed_here(e)
+    if self.line and isinstance(e, Exception) and self.line.faults.as_rank0(): everywhere(e)
     raise e
 
 # %% ../../nbs/504_train.context.ipynb #816f8a98
 @patch
 def revive(self:Job)->bool:
     "Renew a process group that broke; return whether all processes of the job are there"
-    if not (self.line.failed or self.line.trouble): return True
+    if not (self.line.faults.failed or self.line.faults.trouble): return True
     self._renew()
-    return not self.line.trouble
+    return not self.line.faults.trouble
 
 @patch
 def _renew(self:Job):
-    self.line.renew()
-    if self.line.trouble: return
+    self.line.faults.renew()
+    if self.line.faults.trouble: return
     owner = group_owner()
     if owner: return owner.renew()
     raise RuntimeError('The process group broke when a rank failed, and it is yours. HINT: leave the context, destroy the group and make it again')

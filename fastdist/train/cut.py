@@ -69,7 +69,7 @@ class CutModels(Joint):
     ):
         self.job,self.plan,self.cut,self.group,self.steps = job,plan.on(job.world),{},None,[0,0] # steps of the optimizer that are begun, and done
         self.passes = ForwardPasses(self.cut, alone, self.plan.reshard is not False)
-        super().__init__(job.line.exchanges, job.world.size, sync_bn)
+        super().__init__(job.line.votes.exchanges, job.world.size, sync_bn)
 
     def forget(self):
         "Also free what was gathered"
@@ -159,8 +159,6 @@ def _attend(self:CutModels, shards):
     shards.model.register_state_dict_pre_hook(_says_broken(self.job.line))
     shards.watch(partial(self.passes.before, shards), partial(self.passes.after, shards))
     if hasattr(shards.model, 'reset'): shards.model.reset = partial(self._reset, shards, shards.model.reset)
-
-
 
 # %% ../../nbs/528_train.cut.ipynb #80b0a837
 @patch
@@ -256,7 +254,7 @@ def _cut_again(self:CutModels, shards):
 # %% ../../nbs/528_train.cut.ipynb #1f23a3dc
 def _says_broken(line):
     def hook(model, prefix, *_): # a partial of `line` would be copied with the model
-        if not prefix and (line.failed or line.trouble): warn(_broken)
+        if not prefix and (line.faults.failed or line.faults.trouble): warn(_broken)
     return hook
 
 _broken = ('An error has stopped a rank, and with it the connections over which torch puts together what state_dict() of a model in shards returns. '

@@ -47,7 +47,7 @@ def vote(
 )->type: # The strongest that any rank raised, `None` where nobody did
     "Return what all ranks decide; one exchange over the control connection"
     mine,line = max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0),control_connection()
-    res = line.agree(mine, name) if line else mine
+    res = line.votes.agree(mine, name) if line else mine
     return cancels[res-1] if res else None
 
 # %% ../../nbs/507_train.events.ipynb #c8125d43
@@ -228,7 +228,7 @@ def settle(self:Events,
 ):
     "Wait until all ranks raise `e` at this place, unless they are known to; raise `RankError` on all of them where they do not"
     line = control_connection()
-    if is_agreed(e) or self.vote is None or line is None or line.failed: return
+    if is_agreed(e) or self.vote is None or line is None or line.faults.failed: return
     line.part(Watchdog).confirm(f'{type(e).__name__} raised in {where}')
     e.agreed = True
 

@@ -83,7 +83,7 @@ def after(self:ForwardPasses, shards, i):
 def _tell(self:ForwardPasses, n):
     "Return the number of the unit that ranks with samples are about to gather, 0 after the last; they give it as `n`, other ranks 0"
     digits = range(0, len(self.units()).bit_length(), 8) # a vote has 8 bits
-    return sum(control_connection().agree(n>>k&255, 'a unit of the model in shards')<<k for k in digits)
+    return sum(control_connection().votes.agree(n>>k&255, 'a unit of the model in shards')<<k for k in digits)
 
 @patch
 def _end_telling(self:ForwardPasses):
@@ -129,7 +129,6 @@ def tried(self:ForwardPasses):
         for s in self.cut.values(): s.rest()
         (self.free,self.telling),self.serves = was,False
 
-
 # %% ../../nbs/525_train.shard_passes.ipynb #f06e6eff
 def _check_quiet(model):
     "Raise `ValueError` if a pass through `model`, in shards, could do more than change its modules"
@@ -157,7 +156,7 @@ class ShardTrial:
         if self._tell(failed): raise ValueError('the trial failed on rank 0')
         return res
 
-    def _tell(self, b): return bool(control_connection().agree(int(b and not self.rank), 'a trial of the model in shards'))
+    def _tell(self, b): return bool(control_connection().votes.agree(int(b and not self.rank), 'a trial of the model in shards'))
 
     def agreed(self, found):
         "Return what `found` returns on rank 0, where alone it is called"
@@ -172,4 +171,3 @@ class ShardTrial:
 
     def _run(self, xb, training):
         with self.passes.tried(): return module_outputs(self.model, xb, training)
-

@@ -166,7 +166,7 @@ def _end_shards(job, sync_bn):
 
 def _layout(job, plan, sync_bn, alone):
     if job.world.size==1: return Layout(job.live.prepare)
-    if plan is None: return Replicated(job.live, job.line.exchanges, sync_bn)
+    if plan is None: return Replicated(job.live, job.line.votes.exchanges, sync_bn)
     from fastdist.train.fsdp import Sharded # what it imports of torch takes half a second
     return Sharded(job, plan, sync_bn, alone)
 
@@ -254,7 +254,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
         self._events.vote = self.agreement.vote
         self._hand_over(self.phases, self.layout)
         try: return run(f, event_type, ex, final)
-        finally: self.job.line.armed = False # before anything that puts back begins; a call would come too late
+        finally: self.job.line.faults.armed = False # before anything that puts back begins; a call would come too late
 
 # %% ../../nbs/539_train.trainer.ipynb #b0f1e202
 @patch
