@@ -55,7 +55,7 @@ class InStep(Alone):
     def share(self, dl):
         from fastdist.data.loader import StepDL
         share = StepDL(dl, self.rank, self.size)
-        share._joint = True
+        share._pass.joint = True
         return share
 
 def held(): return {o.split(':')[0]:int(o.split()[1])*1024 for o in Path('/proc/self/status').read_text().splitlines() if o.startswith(('RssAnon','RssShmem'))}
@@ -78,7 +78,7 @@ class OfNode(InStep):
         from fastai.data.core import TfmdDL
         from fastdist.data.shuffle import shuffled_range
         share = self.share(TfmdDL(range(n), bs=64, shuffle=True, num_workers=0, device='cpu'))
-        if not once: share._shuffled = shuffled_range
+        if not once: share._pass.shuffle = shuffled_range
         self.meet()
         start = perf_counter()
         with peaks() as mem: idxs = share.get_idxs()
@@ -105,7 +105,6 @@ class OneOf(Alone):
         from fastai.data.core import TfmdDL
         from fastdist.data import loader
         dl = getattr(loader, kind)(TfmdDL(range(n), bs=64, shuffle=shuffle, num_workers=0, device='cpu'), ranks-1, ranks)
-        dl._joint = False
         before,start = resident(),perf_counter()
         idxs = dl.get_idxs()
         return perf_counter()-start,peak()-before,resident()-before,len(idxs)

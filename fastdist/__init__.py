@@ -35,14 +35,13 @@ Modules:
 - `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step
 - `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
 - `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
+- `fastdist.data.deal`: A pass over a loader: its order drawn alike on all ranks, and who gets which samples of it
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
 - `fastdist.data.fetch`: Batches from data sets that give many samples at once
 - `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
-- `fastdist.data.order`: What the order of a loader's next pass depends on
 - `fastdist.data.sharding`: The samples of each rank, by arithmetic on an order that all ranks share
-- `fastdist.data.share`: The samples of a loader that belong to one rank, and the weights of its batches
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
-- `fastdist.data.stream`: Iterable data sets: each rank reads the whole stream and keeps its slice of every global batch
+- `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
 - `fastdist.evaluate.activations`: Statistics of activations over the samples of all ranks
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them

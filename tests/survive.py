@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.data.order import order_state
+from fastdist.data.loader import order_state
 from fastdist.state.folder import States
 from fastdist.state.progress import values
 from fastdist.state.fits import fits_done

@@ -20,7 +20,7 @@ def epochs(dl, cls=StepDL, k=2):
     "The shares of this rank of `k` epochs, and what the generator of `dl` draws next"
     share,res = cls(dl),[]
     for _ in range(k):
-        share._joint = True
+        share._pass.joint = True
         res.append(share.get_idxs().copy())
     return *res,dl.rng.random()
 
@@ -32,7 +32,7 @@ def check(ranks, cls=StepDL):
     for k,order in enumerate(orders):
         for r,o in enumerate(ranks):
             alone = cls(loader(0), r, len(ranks))
-            test_eq(o[k], order[alone._positions(n, r)])
+            test_eq(o[k], order[alone.deal.positions(r)])
 
 @pytest.fixture
 def draws(monkeypatch):
@@ -61,7 +61,7 @@ def test_an_order_of_64_bits_is_shared_too(monkeypatch):
 def test_no_rank_holds_the_order():
     def fn(rank):
         share = StepDL(loader(rank, 2**24))
-        share._joint = True
+        share._pass.joint = True
         tracemalloc.start()
         share.get_idxs()
         return tracemalloc.get_traced_memory()
@@ -93,12 +93,12 @@ def test_ranks_that_draw_otherwise_get_the_order_of_rank_0(who):
     def fn(rank): return epochs(loader(rank, **(dict(shuffle_fn=lambda o: o[::-1]) if rank==who else {})), k=1)
     a,b = on_ranks(fn)
     order = np.arange(n)[::-1] if who==0 else shuffle.shuffled_range(n, random.Random(0))
-    for r,o in enumerate((a,b)): test_eq(o[0], order[StepDL(loader(0), r, 2)._positions(n, r)])
+    for r,o in enumerate((a,b)): test_eq(o[0], order[StepDL(loader(0), r, 2).deal.positions(r)])
 
 def test_ranks_with_different_numbers_of_samples_get_the_order_of_rank_0():
     a,b = on_ranks(lambda rank: epochs(loader(rank, n+rank), k=1))
     order = shuffle.shuffled_range(n, random.Random(0))
-    for r,o in enumerate((a,b)): test_eq(o[0], order[StepDL(loader(0), r, 2)._positions(n, r)])
+    for r,o in enumerate((a,b)): test_eq(o[0], order[StepDL(loader(0), r, 2).deal.positions(r)])
 
 def failing(rank, how, path):
     "A fit whose rank 0 fails in the midst of its draw"

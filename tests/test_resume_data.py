@@ -9,8 +9,7 @@ from fastai.text.data import LMDataLoader,SortedDL,pad_input
 from fastai.callback.data import PartialDL,WeightedDL
 from fastdist import *
 from fastdist.comm.rng import global_random,set_global_random
-from fastdist.data.loader import EvalDL,StepDL
-from fastdist.data.order import order_state,set_order_state
+from fastdist.data.loader import EvalDL,StepDL,order_state,set_order_state
 from fastcore.test import test_eq
 
 N = 23
@@ -145,7 +144,7 @@ def resumed(dl, share, before, k, state):
     "Batches from the `k`-th on, and the states after each"
     calls = []
     set_state(dl, before)
-    seed_now = lambda: (calls.append(share._done if share._past else None), set_state(dl, state))
+    seed_now = lambda: (calls.append(share._pass.done if share._pass.past else None), set_state(dl, state))
     share.resume_at(k, seed_now)
     with warnings.catch_warnings(record=True) as ws:
         warnings.simplefilter('always')
@@ -173,7 +172,7 @@ def test_a_pass_goes_on(name):
         (b,t),told = resumed(dl, share:=StepDL(dl, 0, 1), before, k, s[k-1] if own else (s[k-1][0],None))
         assert (b,told)==(a[k:],[])
         assert bits(t)==bits(s[k:])
-        test_eq((reads(dl)-m, share._done, len(share)), (n-done, len(a), len(dl)))
+        test_eq((reads(dl)-m, share._pass.done, len(share)), (n-done, len(a), len(dl)))
         c = noted(dl, dl)
         assert c[0]==after[0] and bits(c[1])==bits(after[1])
 
@@ -188,7 +187,7 @@ def test_a_stream_is_read_past(name):
         a,s = noted(dl, dl)
         (b,t),told = resumed(dl, share:=StepDL(dl, 0, 1), before, k, s[k-1] if k else before)
         if k: assert b==a[k:] and bits(t)==bits(s[k:])
-        test_eq((len(b), len(told), share._done), (len(a)-k, int(k>0), len(a)))
+        test_eq((len(b), len(told), share._pass.done), (len(a)-k, int(k>0), len(a)))
 
 def test_states_are_set_once_where_the_stream_ends_early():
     dl = in_sequence['stream']()
@@ -230,8 +229,9 @@ def test_persistent_data_workers(world):
     assert noted(new.dl if world==1 else new, new)[0]==after
 
 def facts(o):
-    res = [o.weights, o.totals, o.n, o.n_steps(), o._done, o._rows(), o.gathered_order().tolist()]
-    return res+[o.total(k) for k in range(9)]+[o.positions(r).tolist() for r in range(o.world_size)]
+    d,done = o.deal,o._pass.done
+    res = [o.weights, o.totals, o.n, o.n_steps(), done, d.padding(done-1), d.gathered_order().tolist()]
+    return res+[o.total(k) for k in range(9)]+[d.positions(r).tolist() for r in range(o.world_size)]
 
 some = 'fastai partial random_order texts by_length table torch_gen replaced own_batches single stream torch_stream'.split()
 @pytest.mark.parametrize('drop', (False,True))

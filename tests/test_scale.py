@@ -12,10 +12,7 @@ def torchs(n): return TorchLoader(range(n), batch_size=3)
 
 def share_of(cls, dl, rank, size=1024):
     "The samples of `rank`, drawn without a group"
-    share = cls(dl, rank, size)
-    share._joint = False
-    if share.torch: share._draw()
-    return [i for b in share._loader.batch_sampler for i in b] if share.torch else share.get_idxs()
+    return cls(dl, rank, size).get_idxs()
 
 shuffled = partial(own, shuffle=True)
 
@@ -28,7 +25,7 @@ def test_1024_ranks_share_an_order(mk, n):
     order = random.Random(0).sample(range(n), n) if mk is shuffled else list(range(n))
     parts = [np.array(one(EvalDL, r), dtype=int) for r in range(1024)]
     rows = np.concatenate(parts)
-    test_eq(rows[EvalDL(mk(n), 0, 1024).gathered_order()].tolist(), order)
+    test_eq(rows[EvalDL(mk(n), 0, 1024).deal.gathered_order()].tolist(), order)
     blocks = np.concatenate([np.array(one(DistributedDL, r)) for r in range(1024)])
     test_eq(blocks.tolist(), (order*(1024//n+2))[:-(-n//1024)*1024])
     assert all(len(one(StepDL, r))>=max(map(len, parts))-2 for r in (0,1,1023))
@@ -42,19 +39,15 @@ def peak_of(f):
 @pytest.mark.parametrize('mk', (own,torchs))
 def test_a_share_of_an_order_in_sequence_takes_memory_for_itself(cls, mk):
     share = cls(mk(10**8), 1023, 1024)
-    share._joint = False
-    order = share._agree(lambda o: global_order(o) if mk is own else as_order(sampler(o)))
-    idxs,peak = peak_of(lambda: share._deal(order))
+    idxs,peak = peak_of(share.get_idxs)
     assert len(idxs)<10**5 and peak<16*len(idxs)
 
 def test_a_shuffled_order_takes_one_array():
     share = StepDL(own(4_000_000, shuffle=True), 7, 8)
-    share._joint = False
     idxs,peak = peak_of(share.get_idxs)
     assert idxs.nbytes==2_000_000 and peak<6*4_000_000+15e6
 
 def test_an_order_past_32_bits():
     share = StepDL(own(2**33), 2**20-1, 2**20)
-    share._joint = False
     idxs = share.get_idxs()
     test_eq((idxs.dtype, len(idxs), idxs[-1]), (np.int64, 2**13, 2**33-1))

@@ -67,7 +67,7 @@ def gather_predictions(
 ):
     "Replace the rows that `cb` has collected on this rank by those of all ranks"
     vars(cb).pop('iter', None)
-    order,back = ph.dl.gathered_order(),ph.dl.as_drawn()
+    order,back = ph.dl.deal.gathered_order(),ph.dl.as_drawn()
     for k,on in dict(inputs=cb.with_input, preds=cb.with_preds, targets=cb.with_targs, losses=cb.with_loss).items():
         if not on: continue
         dim = 0 if k=='losses' else cb.concat_dim

@@ -26,8 +26,7 @@ from fastai.callback.training import GradientAccumulation
 from ..comm.rng import *
 from ..comm.control import *
 from ..data.sharding import *
-from ..data.share import *
-from ..data.share import _source
+from ..data.source import rebatched
 from ..evaluate.loss import *
 from ..state.values import *
 from ..state.snapshot import *
@@ -55,7 +54,7 @@ def global_loader(
     if isinstance(dl, TorchLoader): return _torch_global(dl, size, of_rank(batching(dl)[0] or 1)*size)
     if not isinstance(dl, DataLoader): return dl
     if dl.bs is None: raise ValueError('the loader\'s data set has batches instead of samples, which cannot be put together. HINT: a batch size')
-    res = _source(dl, of_rank(dl.bs)*size)
+    res = rebatched(dl, of_rank(dl.bs)*size)
     res.bs,res.fake_l.num_workers = of_rank(dl.bs)*size,0
     return res
 

@@ -93,7 +93,7 @@ def _counted(ex, clock):
     return dict(begin=begin, end=end)
 
 # %% ../../nbs/605_observe.waits.ipynb #58516824
-_movers = 'fastai.data.load','fastai.learner','fastdist.data.fetch','fastdist.data.torch_loader','fastdist.train.step'
+_movers = 'fastai.data.load','fastai.learner','fastdist.data.fetch','fastdist.data.loader','fastdist.train.step'
 
 @contextmanager
 def timed_moves(

@@ -24,7 +24,7 @@ from fastai.data.load import DataLoader
 from ..job.errors import *
 from ..comm.rng import *
 from ..data.digest import *
-from ..data.order import *
+from ..data.loader import *
 from .serialize import *
 from .values import *
 from .snapshot import *

@@ -27,7 +27,6 @@ from ..comm.control import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..data.loader import *
-from ..data.order import *
 from .files import *
 from .folder import *
 from .progress import *

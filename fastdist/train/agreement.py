@@ -139,7 +139,7 @@ def _without(self:Agreement, event_name):
         if votes: self.vote(None, f'a vote after {type(cb).__name__}.{event_name}')
 
 # %% ../../nbs/537_train.agreement.ipynb #a4326f48
-def _is_open(dl): return dl.n is None or not dl.indexed
+def _is_open(dl): return dl.n is None or not dl.source.indexed
 
 @patch
 def is_short(self:Agreement,

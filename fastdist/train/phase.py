@@ -129,7 +129,7 @@ def start(self:Phases,
     shared = isinstance(dl, DistributedDL)
     self.open[-1:] = [Phase(dl if shared else None, rec)]
     if shared: dl.in_step = True
-    if shared and not dl.is_dealt: self._name_own_batches()
+    if shared and not dl.source.is_dealt: self._name_own_batches()
     self.learn.dl = dl
     return self.current
 
