@@ -134,7 +134,7 @@ def save(self:SavingRun,
 @patch
 def _left_over(self:SavingRun):
     held = [p.grad for p in self.learn.model.parameters() if p.grad is not None]
-    return any(bool(getattr(g, '_local_tensor', g).any()) for g in held) or self.in_parts and bool(self.cb.layout.unsynced())
+    return any(bool(getattr(g, '_local_tensor', g).any()) for g in held) or self.in_parts and bool(self.cb.layout.files.unsynced())
 
 # %% ../../nbs/414_state.resume.ipynb #f14afd07
 @patch
@@ -204,7 +204,7 @@ def _more(self:SavingRun, blind, chunks, folder):
 def _apart(self:SavingRun, state):
     "Return `state` without the tensors in shards; a copy of this rank's rows is in `chunks`"
     if not self.in_parts: return state
-    state,self.chunks = self.cb.layout.apart(self.learn, state, self.left)
+    state,self.chunks = self.cb.layout.files.apart(self.learn, state, self.left)
     return state
 
 @patch

@@ -65,7 +65,7 @@ class FitRun:
     @property
     def in_parts(self):
         "Whether each rank has its rows of the model"
-        return getattr(self.cb.layout, 'in_parts', False)
+        return getattr(self.cb.layout, 'gathers', False)
 
     def begin_interval(self):
         "Note the time of a state"
@@ -132,7 +132,7 @@ def put_back(self:FitRun):
     p,mine = self.plan,self._mine()
     state = p['learner']|dict(left=left_in(p['learner'], [] if mine and not self.in_parts else p['ranks'], whole=not self.in_parts))
     if p['about']['facts'].get('metrics')!=self.facts['metrics']: state |= dict(metrics=[]) # a done fit's, and other metrics are here
-    if self.in_parts: state = self.cb.layout.rejoined(self.learn, state, p['chunks'])
+    if self.in_parts: state = self.cb.layout.files.rejoined(self.learn, state, p['chunks'])
     put_back(self.learn, state, mine, p['path'])
     self.steps,self.before = p['about']['steps'],p['learner']['before']
     if self.cb.layout and not p['done']: self.cb.layout.settle(p['learner']['buckets'])

@@ -162,7 +162,7 @@ def _put_together(self:DistributedTrainer):
 @patch
 def _layout(self:DistributedTrainer, w, plan):
     job = self.job
-    if w.size==1: return Layout(job.live.prepare)
+    if w.size==1: return OneProcess(job.live.prepare)
     if plan is None: return Replicated(job.live, job.line.exchanges, self.sync_bn)
     from fastdist.train.fsdp import Sharded # what it imports of torch takes half a second
     return Sharded(job, plan, self.sync_bn, self.phases.alone)
