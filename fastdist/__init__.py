@@ -105,7 +105,6 @@ Modules:
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.train.agreement`: A Learner's events, run so that all ranks do what one decides
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
-- `fastdist.train.buckets`: Buckets in which DDP exchanges gradients, laid as they were before a run was interrupted
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
 - `fastdist.train.calls`: What fastai does around each event of a callback, planned before the event
 - `fastdist.train.compiling`: Forward passes in training that torch compiles, unit by unit
@@ -116,11 +115,11 @@ Modules:
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.train.fsdp`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
-- `fastdist.train.joint`: Norms that count the samples of all ranks, and parameters that are not the model's
 - `fastdist.train.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.train.lean`: The step that ranks run, for a plain Learner in one process
 - `fastdist.train.lists`: fastai's optimizers step lists of tensors
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
+- `fastdist.train.norms`: Norms of the models of a fit count the samples of all ranks
 - `fastdist.train.param_hooks`: Hooks that the user registered on Parameters fire on what FSDP gathers in their place
 - `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders

@@ -39,7 +39,7 @@ def _check_whole(learn):
     if 'kept_in_shards' in vars(learn): raise RuntimeError('You left a context with keep_sharded=True, so each rank holds a part of the model, and this is outside of the context. '
         'HINT: `with learn.distrib_ctx(shard=True):` around it; without keep_sharded the model is whole afterwards')
     for cb in learn._grab_cbs(DistributedTrainer):
-        if cb.layout and cb.size==1: cb.layout.check_alone()
+        if cb.layout and cb.size==1: cb.layout.files.check_alone()
 
 # %% ../nbs/701_saving.ipynb #d27ff9b7
 def _layout(learn):
@@ -58,7 +58,7 @@ def _write_on_rank0(learn, file, put, where):
     _check_whole(learn)
     named,name,write = isinstance(file, (str,Path)),file,lambda: write_whole(put, where(file))
     if layout := _layout(learn):
-        with layout.whole(learn): _,name = rank0_named(write, str(file) if named else type(file).__name__)
+        with layout.files.whole(learn): _,name = rank0_named(write, str(file) if named else type(file).__name__)
     elif named and _has_ranks(learn): rank0_noted(write, os.path.abspath(where(file)))
     elif not rank_distrib(): write()
     return name if named else file
@@ -96,7 +96,7 @@ def _args(f, learn, layout, *args, **kwargs):
     code = unwrap(f).__code__
     names = code.co_varnames[1:code.co_argcount]
     res = {k:_known_as(v) for k,v in (dict(zip(names, args)) | kwargs).items()}
-    if 'device' in names and res.get('device') is None: res['device'] = layout.reads_to
+    if 'device' in names and res.get('device') is None: res['device'] = layout.files.reads_to
     file = res.get(names[0])
     return res,join_path_file(file, learn.path/learn.model_dir, ext='.pth') if isinstance(file, (str,Path)) and 'device' in names else file
 
@@ -121,7 +121,7 @@ def _reads(f):
         if self.opt is None and f.__name__=='load': self.create_opt()
         kwargs,file = _args(f, self, layout, *args, **kwargs)
         _await_written(file)
-        with any_names(get_model(self.model)),layout.reading(self, file): return without_barrier(f, self, **kwargs)
+        with any_names(get_model(self.model)),layout.files.reading(self, file): return without_barrier(f, self, **kwargs)
     return _inner
 
 # %% ../nbs/701_saving.ipynb #e4d8fbfb
@@ -152,7 +152,7 @@ def _is_ours(o):
 def _to_export(learn):
     "Make `learn` what fastai exports, with nothing of fastdist on it, inside the context"
     jobs = learn._grab_cbs(DistributedTrainer)
-    swaps = [o for cb in jobs if cb.layout for o in cb.layout.swaps]
+    swaps = [o for cb in jobs if cb.layout for o in cb.layout.norms.swaps]
     with preserved(learn, *learn.metrics, *(m for m,*_ in swaps)):
         learn._end_cleanup()
         learn.dls,learn.opt,learn.cbs = learn.dls.new_empty(),None,learn.cbs.filter(_is_ours, negate=True)

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from fastai.vision.all import *
 from fastdist import *
-from fastdist.train.buckets import Buckets
+from fastdist.train.ddp import Buckets
 from fastdist.train.ddp import Carrier
 
 class Odd(nn.Module):

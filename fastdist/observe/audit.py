@@ -19,7 +19,7 @@ __all__ = ['step_values', 'Audit', 'audited_steps', 'Replays', 'sharded', 'unsha
 import math,os,sys,warnings
 from contextlib import contextmanager,nullcontext
 from itertools import takewhile
-from dataclasses import dataclass,field,replace
+from dataclasses import dataclass,field
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -162,7 +162,7 @@ class Replays:
         t = self.trainer
         learn,said,rank = t.learn,t._said,t.job.world.rank
         def values(learn):
-            with t.layout.whole(learn): return {} if rank else step_values(learn)
+            with t.layout.files.whole(learn): return {} if rank else step_values(learn)
         try:
             with sharded(t),scratch_files(self.token),quietly(learn),how(learn):
                 self._begin()
@@ -174,26 +174,23 @@ class Replays:
 # %% ../../nbs/613_observe.audit.ipynb #cc00954c
 @contextmanager
 def _turned(trainer, begin, end):
-    plan,trainer.layout.plan = trainer.layout.plan,replace(trainer.layout.plan, keep=False)
     begin(trainer.learn)
     try: yield
-    finally:
-        end(trainer.learn)
-        trainer.layout.plan = plan
+    finally: end(trainer.learn)
 
 def sharded(
     trainer:DistributedTrainer # With a model that `unsharded` has made whole
 ):
     "Return a context manager in which a layout in shards has the model in shards again"
     l = trainer.layout
-    return _turned(trainer, l.enter, l.leave) if l.gathers else nullcontext()
+    return _turned(trainer, l.enter, partial(l.leave, keep=False)) if l.gathers else nullcontext()
 
 def unsharded(
     trainer:DistributedTrainer # With a model in shards, perhaps
 ):
     "Return a context manager in which each rank has the whole model"
     l = trainer.layout
-    return _turned(trainer, l.leave, l.enter) if l.gathers else nullcontext()
+    return _turned(trainer, partial(l.leave, keep=False), l.enter) if l.gathers else nullcontext()
 
 # %% ../../nbs/613_observe.audit.ipynb #5b67c869
 def _floor(learn):

@@ -101,7 +101,7 @@ class SharedFolder:
         state:dict # From `snapshot`, its parts 'model' and 'opt' at least
     )->dict:
         "Return `state` without the tensors in shards; copy this rank's rows, as all that a step changes, while training stands still"
-        state,self.chunks = self.fit.layout.apart(self.fit.learn, state, self.left)
+        state,self.chunks = self.fit.layout.files.apart(self.fit.learn, state, self.left)
         return state
 
     def adding(self,
@@ -150,7 +150,7 @@ class CheckpointWriter:
         self.resume,self.fit,self.logs,self.minutes,self.every,self.said = resume,resume.fit,logs,minutes,every,set()
         self.writer = _writers.setdefault(os.path.abspath(self.fit.path), Writer())
         self.writer.wait()
-        self.shared = SharedFolder(self.fit, self.writer) if self.fit.layout.in_parts else None
+        self.shared = SharedFolder(self.fit, self.writer) if self.fit.layout.gathers else None
         self.begin_interval()
 
     def begin_interval(self):
@@ -200,7 +200,7 @@ def save(self:CheckpointWriter,
 @patch
 def _left_over(self:CheckpointWriter):
     held = [p.grad for p in self.fit.learn.model.parameters() if p.grad is not None]
-    return any(bool(getattr(g, '_local_tensor', g).any()) for g in held) or bool(self.fit.layout.unsynced())
+    return any(bool(getattr(g, '_local_tensor', g).any()) for g in held) or self.fit.layout.gathers and bool(self.fit.layout.files.unsynced())
 
 # %% ../../nbs/413_state.checkpoint_writer.ipynb #473d49af
 @patch

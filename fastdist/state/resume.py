@@ -44,11 +44,10 @@ class LocalLoaders:
         return cls(dl, 0, 1) if isinstance(dl, (DataLoader,TorchLoader)) else None
 
 class LocalLayout:
-    "Layout of a model that one process has; on ranks the job hands over an object with the same names, and with `apart` and `rejoined` where `in_parts`"
-    in_parts = False # whether each rank has its rows of the model
+    "Layout of a model that one process has; on ranks the job hands over an object with the same names, and with `files`, which take a state apart, where it `gathers`"
+    gathers = False # whether each rank has its rows of the model
     def orders(self)->list: return [] # in which gradients are exchanged
     def settle(self, orders): "Let the first step exchange gradients in `orders`"
-    def unsynced(self)->dict: return {} # parameter -> gradient that is not exchanged yet
 
 # %% ../../nbs/412_state.resume.ipynb #f661505f
 _firsts = WeakKeyDictionary() # Learner -> path -> values before its first fit
@@ -97,7 +96,7 @@ class Resume:
         self.facts = training_facts(fit.learn, fit.batch) | dict(settings=fit_settings(fit.learn))
         plan = self._read() if fit.rank==0 else None
         plan = broadcast_obj(plan) if fit.size>1 else plan
-        if plan and fit.layout.in_parts: plan |= self._parts(State(Path(plan['path']), plan['record']))
+        if plan and fit.layout.gathers: plan |= self._parts(State(Path(plan['path']), plan['record']))
         if not plan['done'] if plan else fit.learn in _skipped:
             with kept_random(*dls.loaders): getattr(dls, 'n_inp', None) # fastai reads an item for it
         self.plan = plan
@@ -111,7 +110,7 @@ class Resume:
         was,here = state.about['facts'],state.about['fit']==fit.number
         check_same_training(was if here else self.facts|dict(model=was['model']), self.facts, fit.size, state.path, done)
         if here: self._name_edits(was, done)
-        read = dict(record=state.record) if fit.layout.in_parts else {k:state.read(k) for k in ('learner','ranks')}
+        read = dict(record=state.record) if fit.layout.gathers else {k:state.read(k) for k in ('learner','ranks')}
         return dict(done=done, path=str(state.path), about=state.about, **read)
 
     def _nearest(self, newest):
@@ -145,10 +144,10 @@ def _name_edits(self:Resume, was, done):
 def put_back(self:Resume):
     "Write the state that was found into the Learner, but for the random states"
     p,mine,fit = self.plan,self._mine(),self.fit
-    in_parts = fit.layout.in_parts
+    in_parts = fit.layout.gathers
     state = p['learner']|dict(left=left_in(p['learner'], [] if mine and not in_parts else p['ranks'], whole=not in_parts))
     if p['about']['facts'].get('metrics')!=self.facts['metrics']: state |= dict(metrics=[]) # a done fit's, and other metrics are here
-    if in_parts: state = fit.layout.rejoined(fit.learn, state, p['chunks'])
+    if in_parts: state = fit.layout.files.rejoined(fit.learn, state, p['chunks'])
     put_back(fit.learn, state, mine, p['path'])
     fit.steps,self.before = p['about']['steps'],p['learner']['before']
     if not p['done']: fit.layout.settle(p['learner']['buckets'])

@@ -59,16 +59,16 @@ class Buffers(JobCallback):
 def share(self:Buffers):
     "Average what instance norms track, and copy rank 0's other buffers to all ranks, where they differ"
     if self.phases.size==1: return
-    mine = self.layout.share_tracked(self.moved)
+    mine = self.layout.norms.share(self.moved)
     bufs = {n:b for n,b in self._buffers().items() if id(b) not in mine}
-    quiet = {id(b) for m in own_model(self.learn).modules() if not self.layout.sync_bn and isinstance(m, _BatchNorm) for b in m.buffers()}
+    quiet = {id(b) for m in own_model(self.learn).modules() if not self.layout.norms.on and isinstance(m, _BatchNorm) for b in m.buffers()}
     self._name([n for n in share_buffers(bufs) if id(bufs[n]) not in quiet])
 
 @patch
 def _buffers(self:Buffers):
     "Return the buffers of the Learner, and of models that it trained before in this fit"
     own = own_model(self.learn)
-    others = {id(m):m for m in self.layout.models if m is not own}.values()
+    others = {id(m):m for m in self.layout.wrappers.models if m is not own}.values()
     return {f'{type(m).__name__}.{n}':b for m in others for n,b in m.named_buffers()} | learner_buffers(self.learn)
 
 # %% ../../nbs/535_train.buffers.ipynb #2e8075db

@@ -23,16 +23,17 @@ from ..comm.collectives import *
 from ..evaluate.mixing import *
 from ..state.rewind import *
 from .traces import *
+from .shards import *
 
 # %% ../../nbs/525_train.shard_passes.ipynb #b71046f7
 class ForwardPasses:
     "What is known of the forward passes of models in shards"
     def __init__(self,
-        cut:dict, # Model -> its `Shards`
+        models:ShardedModels, # Of a Learner
         alone:callable=lambda: False, # Returns whether rank 0 evaluates on its own
         reshards=True # Whether a unit is freed after its forward pass
     ):
-        self.cut,self.alone,self.reshards = cut,alone,reshards
+        self.models,self.alone,self.reshards = models,alone,reshards
         self.free,self.telling,self.serves = False,False,False # whether the batch's own pass is to come; whether ranks without samples are told of it, also after it
         self.opener,self.stack = None,ExitStack() # what began the pass that runs
 
@@ -43,7 +44,7 @@ class ForwardPasses:
 
     def units(self):
         "Return all units, each as its `Shards` and a number"
-        return [(s,i) for s in self.cut.values() for i in range(len(s.parts))]
+        return [(s,i) for s in self.models.values() for i in range(len(s.parts))]
 
 # %% ../../nbs/525_train.shard_passes.ipynb #2a6d2b9f
 _alone = ('You let rank 0 alone use a model in shards, and a forward pass needs the shards of all ranks. HINT: a callback without rank0_only, or shard=False')
@@ -65,7 +66,7 @@ def before(self:ForwardPasses,
 ):
     "Begin a pass, unless one runs, and tell the unit to ranks that are told; raise `RuntimeError` where other ranks cannot make the pass"
     if torch._C._current_graph_task_id()>=0: return # computed again in a backward pass, in which FSDP gathers
-    shards.check_values()
+    shards.lacking.check()
     if not self.opener: self._begin(shards, i)
     if self.telling: self._tell(self.units().index((shards,i))+1)
 
@@ -122,11 +123,11 @@ def tried(self:ForwardPasses):
     try: yield
     except Exception:
         self.end()
-        for s in self.cut.values(): s.give_up()
+        self.models.give_up()
         raise
     finally:
         self.idle()
-        for s in self.cut.values(): s.rest()
+        self.models.rest()
         (self.free,self.telling),self.serves = was,False
 
 # %% ../../nbs/525_train.shard_passes.ipynb #f06e6eff
@@ -164,7 +165,7 @@ class ShardTrial:
 
     def run(self, xb, training, times=1):
         "Return `module_outputs` of the model in the last of `times` passes, and put the model back"
-        for s in self.passes.cut.values(): s.rest()
+        self.passes.models.rest()
         rewind = Rewind(*map(vars, self.model.modules()))
         try: return [self.attempt(partial(self._run, xb, training)) for _ in range(times)][-1]
         finally: rewind.restore(random=False)

@@ -165,7 +165,7 @@ def _end_shards(job, sync_bn):
     shards.leave(job.learn)
 
 def _layout(job, plan, sync_bn, alone):
-    if job.world.size==1: return Layout(job.live.prepare)
+    if job.world.size==1: return OneProcess(job.live.prepare)
     if plan is None: return Replicated(job.live, job.line.votes.exchanges, sync_bn)
     from fastdist.train.fsdp import Sharded # what it imports of torch takes half a second
     return Sharded(job, plan, sync_bn, alone)

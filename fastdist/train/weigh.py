@@ -138,12 +138,12 @@ def before_batch(self:Weigh):
     if self.weights.empty:
         for m in self.learn.metrics: vars(m).pop('accumulate', None) # they were silent for one batch
     self.weights.begin()
-    if self.learn.training or self.layout.part!=1.: self._tell()
+    if self.learn.training or self.layout.norms.part!=1.: self._tell()
 
 @patch
 def _tell(self:Weigh):
     part = self.weights.part if self.learn.training else 1.
-    if part!=self.layout.part: self.layout.weigh(part)
+    if part!=self.layout.norms.part: self.layout.norms.weigh(part)
 
 # %% ../../nbs/534_train.weigh.ipynb #b27102f9
 def _name_mixing(model, phases, layout, empty):
