@@ -25,9 +25,7 @@ Modules:
 - `fastdist.comm.exchanges`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
 - `fastdist.comm.inquiry`: A running job says where each rank stands, when any of its processes is asked
-- `fastdist.comm.listener`: Authenticated connections between the ranks of one job
 - `fastdist.comm.memory`: Memory that one rank of a node fills for all ranks of the node
-- `fastdist.comm.messages`: Messages between two ranks, as lines of JSON over a socket
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.requests`: Requests for a report of a running process, by a signal or over a socket of its node
@@ -35,6 +33,7 @@ Modules:
 - `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step
 - `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
 - `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
+- `fastdist.comm.wire`: Messages between the ranks of one job, over authenticated connections
 - `fastdist.data.deal`: A pass over a loader: its order drawn alike on all ranks, and who gets which samples of it
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
 - `fastdist.data.fetch`: Batches from data sets that give many samples at once
@@ -43,22 +42,17 @@ Modules:
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
-- `fastdist.evaluate.activations`: Statistics of activations over the samples of all ranks
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
 - `fastdist.evaluate.evidence`: Ways to merge the state of a metric, found by trials on copies
-- `fastdist.evaluate.loss`: Reduction and normaliser of a loss, and the loss of all ranks at no extra exchange in a step
+- `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
 - `fastdist.evaluate.metrics`: Metrics and losses of all ranks, merged in one exchange
 - `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, found by a trial
-- `fastdist.evaluate.predictions`: Predictions of `get_preds` from all ranks, in the order of the data set
 - `fastdist.evaluate.record`: The same recorded numbers on all ranks after each epoch
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
-- `fastdist.evaluate.reduction`: The reduction of a Learner's loss over a batch, found by all ranks together
 - `fastdist.evaluate.trial`: Trials of a user's code on copies, without side effects
-- `fastdist.evaluate.value`: The value of a metric, computed on rank 0 and held on all ranks
 - `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
 - `fastdist.job.callbacks`: Callbacks that are on a Learner only inside a job, and those that only rank 0 runs
-- `fastdist.job.description`: Number, device and precision of the ranks, described before they start
 - `fastdist.job.errors`: The exceptions that fastdist raises
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
 - `fastdist.job.group`: Join a process to its job, and undo that
@@ -76,12 +70,10 @@ Modules:
 - `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
 - `fastdist.observe.device_time`: Times of a device, taken as events in its queue and read when all is done
 - `fastdist.observe.findings`: Facts of a job that are known beforehand, compared with what is found
-- `fastdist.observe.origin`: Where in a step ranks begin to compute something else than one process
 - `fastdist.observe.replay`: The first steps of a fit, made once more by one process with the batches of all ranks, or by all ranks
 - `fastdist.observe.stamps`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
 - `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what
 - `fastdist.observe.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
-- `fastdist.observe.trace`: Steps of all ranks as a file that Perfetto opens
 - `fastdist.observe.waits`: The time that a rank spends in exchanges, seen from the exchanges themselves
 - `fastdist.observe.watch`: Who runs in a step, in order: transforms, modules, the loss and callbacks, each by its name
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
@@ -107,7 +99,6 @@ Modules:
 - `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
 - `fastdist.train.calls`: What fastai does around each event of a callback, planned before the event
-- `fastdist.train.compiling`: Forward passes in training that torch compiles, unit by unit
 - `fastdist.train.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
 - `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
 - `fastdist.train.cut`: When a Learner enters its context its model is cut into shards, and its optimizer gets them
@@ -120,13 +111,10 @@ Modules:
 - `fastdist.train.lists`: fastai's optimizers step lists of tensors
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
 - `fastdist.train.norms`: Norms of the models of a fit count the samples of all ranks
-- `fastdist.train.param_hooks`: Hooks that the user registered on Parameters fire on what FSDP gathers in their place
 - `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
-- `fastdist.train.recompute`: Activations that are computed again in the backward pass, with everything as it was the first time
-- `fastdist.train.row_steps`: torch's optimizers and its gradient scaler, on the rows that a rank holds
 - `fastdist.train.rows`: Shards are rows: which rank has which, and how they are put together
 - `fastdist.train.running`: Running statistics of instance norm, as one process would have them
 - `fastdist.train.shard_files`: Whole tensors of a file, read into shards, and models that no rank holds whole
@@ -135,13 +123,12 @@ Modules:
 - `fastdist.train.sharded_state`: A Learner's state without its tensors in shards, which ranks write and read each for itself
 - `fastdist.train.shards`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.train.step`: A batch through the Learner, with plain tensors between the loader and the loss
-- `fastdist.train.terms`: Terms that callbacks add to a loss, recognised on its graph
 - `fastdist.train.together`: What is in shards becomes whole: on all ranks when the Learner leaves its context, on rank 0 for a file
-- `fastdist.train.traces`: Hooks, attributes and classes that FSDP adds, known by where they are from
+- `fastdist.train.traces`: Hooks, attributes and classes that FSDP adds, known by where they are from, and the hooks of users that it does not see
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
 - `fastdist.train.units`: Modules whose parameters are gathered together when a model is sharded
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
-- `fastdist.train.weights`: Weight of this rank's batch in the global batch"""
+- `fastdist.train.weights`: Weight of this rank's batch in the global batch, and terms that callbacks add to its loss"""
 
 import accelerate
 from types import ModuleType

@@ -6,7 +6,7 @@ from unittest import mock
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
-from fastdist.comm.messages import Line
+from fastdist.comm.wire import Line
 from fastdist.state import checkpoint_writer,progress,values
 from fastdist.state.serialize import pack
 from fastdist.state.snapshot import leaves

@@ -8,7 +8,7 @@ from fastai.basics import *
 from torch import distributed as dist
 from fastdist import *
 from fastdist.job.world import World
-from fastdist.comm.messages import Line
+from fastdist.comm.wire import Line
 from fastdist.comm.steps import StepAgreement
 from fastdist.comm.vote import Notes,voting_connection
 from fastdist.comm.watchdog import Watchdog

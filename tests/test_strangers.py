@@ -6,7 +6,7 @@ from fastai.basics import *
 from fastdist import *
 from fastdist.comm.control import control_connection
 from fastdist.comm.vote import voting_connection
-from fastdist.comm.listener import Listener,_head,_magic,_proof
+from fastdist.comm.wire import Listener,_head,_magic,_proof
 from fastdist.job.group import sockets
 from fastcore.test import test_eq
 from learners import digits

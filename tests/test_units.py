@@ -15,7 +15,7 @@ from torchvision.models import convnext,densenet,resnet,swin_transformer,vgg,vis
 from fastdist.job.fork import *
 from fastdist.train.batchnorm import *
 from fastdist.train.units import *
-from fastdist.train.recompute import *
+from fastdist.train.units import *
 
 def plan(**kw): return SimpleNamespace(**{**dict(classes=(), min_params=None, policy=None, one_unit=False, ignored=None), **kw})
 

@@ -24,9 +24,8 @@ from torch.distributed import PrefixStore
 from ..base.at_fork import *
 from ..job.world import *
 from ..job.store import *
-from .messages import *
+from .wire import *
 from .exchanges import *
-from .listener import *
 
 # %% ../../nbs/104_comm.control.ipynb #5558b790
 class ControlConnection:

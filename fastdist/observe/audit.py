@@ -43,7 +43,6 @@ from ..train.trainer import *
 from .replay import *
 from .watch import *
 from .compare import *
-from .origin import *
 
 # %% ../../nbs/613_observe.audit.ipynb #db3ab635
 _of_place = 'iter','n_iter','epoch','n_epoch','loss','dl','training' # what ranks have another of within a step, or what is compared under a name of its own

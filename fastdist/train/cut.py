@@ -26,9 +26,7 @@ from .context import *
 from .consistency import *
 from .gradients import *
 from .units import *
-from .recompute import *
-from .compiling import *
-from .param_hooks import *
+from .traces import *
 from .rows import *
 from .shards import *
 from .shard_files import *

@@ -24,7 +24,7 @@ from .context import *
 from .gradients import *
 from .norms import *
 from .layout import *
-from .row_steps import *
+from .rows import *
 from .shards import *
 from .shard_passes import *
 from .sharded_opt import *

@@ -24,7 +24,6 @@ from fastai.optimizer import (Lookahead,_update,adam_step,average_grad,average_s
     radam_step,rms_prop_step,sgd_step,step_stat,weight_decay)
 from .gradients import *
 from .lists import *
-from .row_steps import *
 from .rows import *
 from .shards import *
 from .shard_files import *

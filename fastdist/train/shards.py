@@ -31,7 +31,6 @@ from fastai.basics import *
 from .gradients import *
 from .rows import *
 from .traces import *
-from .param_hooks import *
 
 # %% ../../nbs/523_train.shards.ipynb #ede86879
 def give(

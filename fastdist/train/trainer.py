@@ -36,7 +36,7 @@ from ..job.shard_plan import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..data.loader import *
-from ..evaluate.reduction import *
+from ..evaluate.loss import *
 from ..evaluate.evaluate import *
 from ..state.checkpoint import *
 from ..state.held import *

@@ -34,7 +34,7 @@ from ..evaluate.recorder import *
 from ..evaluate.mixing import *
 from .proxy import *
 from .gradients import *
-from .terms import *
+from .weights import *
 from .passes import *
 
 # %% ../../nbs/534_train.weigh.ipynb #73520775
