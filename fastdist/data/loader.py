@@ -57,7 +57,7 @@ class DistributedDL(TfmdDL):
     def _source_now(self):
         "Return the source of this rank's batches, as `dl` is now"
         bs,drop_last = batching(self.dl)
-        ranks = Ranks(self.rank, self.world_size, self.slicing, self.pad, self.slicing and self.world_size==1)
+        ranks = Division(self.rank, self.world_size, self.slicing, self.pad, self.slicing and self.world_size==1)
         return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, self._of_rank(bs), drop_last)
 
     def follow(self):

@@ -296,7 +296,7 @@ def _compare_streams(first):
 # %% ../../nbs/205_data.source.ipynb #4b0db62c
 def fastai_source(
     dl, # fastai `DataLoader`
-    ranks:Ranks, # Ranks that share it
+    ranks:Division, # Ranks that share it
     bs:int, # Samples of one rank in a step, or `None`
     drop_last:bool=False # Whether a ragged last batch is left out
 )->FastaiSource:

@@ -238,7 +238,7 @@ class TorchStream(TorchSource):
 # %% ../../nbs/206_data.torch_loader.ipynb #8a31a1dc
 def torch_source(
     dl, # torch `DataLoader`
-    ranks:Ranks, # Ranks that share it
+    ranks:Division, # Ranks that share it
     bs:int, # Samples of one rank in a step, or `None`
     drop_last:bool=False # Whether a ragged last batch is left out
 )->TorchSource:
