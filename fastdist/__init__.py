@@ -20,12 +20,11 @@ Modules:
 - `fastdist.base.at_fork`: What a forked child closes of all that it inherits from its parent
 - `fastdist.base.signals`: Handlers of signals, shared with those of the user and of libraries
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
+- `fastdist.comm.collective_log`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
 - `fastdist.comm.control`: The control connection between all ranks, beside the process group
-- `fastdist.comm.exchanges`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
 - `fastdist.comm.inquiry`: A running job says where each rank stands, when any of its processes is asked
-- `fastdist.comm.memory`: Memory that one rank of a node fills for all ranks of the node
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.requests`: Requests for a report of a running process, by a signal or over a socket of its node
@@ -43,14 +42,14 @@ Modules:
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
-- `fastdist.evaluate.evidence`: Ways to merge the state of a metric, found by trials on copies
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
+- `fastdist.evaluate.merge_rules`: Ways to merge the state of a metric, found by trials on copies
 - `fastdist.evaluate.metrics`: Metrics and losses of all ranks, merged in one exchange
 - `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, found by a trial
 - `fastdist.evaluate.record`: The same recorded numbers on all ranks after each epoch
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
-- `fastdist.evaluate.trial`: Trials of a user's code on copies, without side effects
+- `fastdist.evaluate.sandbox`: Trials of a user's code on copies, without side effects
 - `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
 - `fastdist.job.callbacks`: Callbacks that are on a Learner only inside a job, and those that only rank 0 runs
 - `fastdist.job.errors`: The exceptions that fastdist raises
@@ -65,13 +64,11 @@ Modules:
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
 - `fastdist.observe.audit`: The law, checked on the user's own script before it trains
-- `fastdist.observe.bench`: Times of an exchange and of a step on this machine
+- `fastdist.observe.checks`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.observe.compare`: How far what ranks computed is from what one process computed, and whether rounding explains it
 - `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
-- `fastdist.observe.device_time`: Times of a device, taken as events in its queue and read when all is done
-- `fastdist.observe.findings`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.observe.replay`: The first steps of a fit, made once more by one process with the batches of all ranks, or by all ranks
-- `fastdist.observe.stamps`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
+- `fastdist.observe.step_clock`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
 - `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what
 - `fastdist.observe.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
 - `fastdist.observe.waits`: The time that a rank spends in exchanges, seen from the exchanges themselves
@@ -96,19 +93,18 @@ Modules:
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange
 - `fastdist.train.agreement`: A Learner's events, run so that all ranks do what one decides
-- `fastdist.train.batchnorm`: Batch norm over all ranks, on any device, in the user's own modules
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
-- `fastdist.train.calls`: What fastai does around each event of a callback, planned before the event
 - `fastdist.train.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
 - `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
 - `fastdist.train.cut`: When a Learner enters its context its model is cut into shards, and its optimizer gets them
 - `fastdist.train.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
+- `fastdist.train.dispatch`: What fastai does around each event of a callback, planned before the event
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
+- `fastdist.train.foreach`: fastai's optimizers step lists of tensors
 - `fastdist.train.fsdp`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
 - `fastdist.train.gradients`: Gradients that the optimizer is about to use are those of all ranks
 - `fastdist.train.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.train.lean`: The step that ranks run, for a plain Learner in one process
-- `fastdist.train.lists`: fastai's optimizers step lists of tensors
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
 - `fastdist.train.norms`: Norms of the models of a fit count the samples of all ranks
 - `fastdist.train.passes`: Every backward pass of a fit is seen, and what it adds becomes that of all ranks
@@ -116,7 +112,6 @@ Modules:
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.train.rows`: Shards are rows: which rank has which, and how they are put together
-- `fastdist.train.running`: Running statistics of instance norm, as one process would have them
 - `fastdist.train.shard_files`: Whole tensors of a file, read into shards, and models that no rank holds whole
 - `fastdist.train.shard_passes`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
 - `fastdist.train.sharded_opt`: An optimizer steps the shards of the parameters that it was made for

@@ -40,13 +40,12 @@ from .job.errors import *
 from .job.world import *
 from .job.store import *
 from .job.group import *
-from .comm.exchanges import *
+from .comm.collective_log import *
 from .comm.control import *
 from .comm.watchdog import *
 from .comm.requests import *
 from .comm.collectives import *
-from .observe.bench import *
-from .observe.findings import *
+from .observe.checks import *
 from .comm.rank0 import *
 from .learner import *
 from .accelerator import *

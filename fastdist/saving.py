@@ -28,7 +28,7 @@ from .comm.vote import *
 from .state.files import *
 from .state.values import *
 from .comm.rank0 import *
-from .train.batchnorm import *
+from .train.norms import *
 from .train.layout import *
 from .train.trainer import *
 from .learner import *

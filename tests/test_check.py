@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
 from fastdist.check import *
-from fastdist.observe.bench import *
+from fastdist.observe.checks import *
 from fastdist.comm.collectives import grouped
 from procs import *
 

@@ -15,7 +15,7 @@ from fastdist.comm.requests import *
 from fastdist.job.errors import RankError
 from fastdist.job.fork import on_ranks
 from fastdist.job.spawn import *
-from fastdist.observe.bench import small_learner
+from fastdist.observe.checks import small_learner
 from procs import *
 
 pytestmark = pytest.mark.timeout(60)
@@ -168,7 +168,7 @@ def test_nothing_is_done_and_no_thread_is_there_for_it_until_somebody_asks():
 
 script = """from fastai.basics import *
 from fastdist import *
-from fastdist.observe.bench import small_learner
+from fastdist.observe.checks import small_learner
 class Waits(Callback):
     def before_batch(self):
         if rank_distrib()==1 and self.iter==1:

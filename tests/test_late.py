@@ -2,7 +2,7 @@
 import numpy as np,pytest
 from functools import partial
 from fastcore.test import test_eq
-from fastdist.observe.stamps import parts
+from fastdist.observe.step_clock import parts
 from fastdist.observe.straggler import Steps,find_late,sentence
 
 def steps(own):

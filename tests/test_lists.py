@@ -11,7 +11,7 @@ from fastai.optimizer import *
 from fastdist import *
 from fastdist.train.gradients import each_step,local
 from fastdist.train import lists
-from fastdist.train.lists import *
+from fastdist.train.foreach import *
 
 l2 = dict(wd=.1, decouple_wd=False)
 opts = dict(sgd=SGD, decay=partial(SGD, wd=.1), momentum=partial(SGD, mom=.9, wd=.1), l2=partial(SGD, mom=.9, **l2), rms=RMSProp)

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations
 from torchvision.models import convnext,densenet,resnet,swin_transformer,vgg,vision_transformer,mobilenet_v3_small
 from fastdist.job.fork import *
-from fastdist.train.batchnorm import *
+from fastdist.train.norms import *
 from fastdist.train.units import *
 from fastdist.train.units import *
 

@@ -9,23 +9,23 @@ path,columns = Path(__file__).parent/'upstream.csv',('room','name','version','bo
 written_again = '''
 train.step fastai.learner:Learner _set_device _split _do_one_batch _backward
 train.step fastai.losses:BaseLoss __call__ _contiguous
-train.calls fastai.callback.core:Callback __call__
-train.calls fastai.callback.core:TrainEvalCallback after_batch
-train.calls fastai.learner:CastToTensor before_batch
-train.calls fastai.learner: _cast_tensor
-train.calls fastai.learner:Learner _with_events
+train.dispatch fastai.callback.core:Callback __call__
+train.dispatch fastai.callback.core:TrainEvalCallback after_batch
+train.dispatch fastai.learner:CastToTensor before_batch
+train.dispatch fastai.learner: _cast_tensor
+train.dispatch fastai.learner:Learner _with_events
 train.events fastai.learner:Learner __call__ _call_one
 train.events fastai.callback.core:Callback __setattr__
 train.lean fastai.learner:Learner all_batches one_batch
-train.lists fastai.optimizer: sgd_step weight_decay l2_reg average_grad average_sqr_grad momentum_step rms_prop_step step_stat debias adam_step radam_step qhadam_step larc_layer_lr larc_step lamb_step _update
-train.lists fastai.optimizer:Optimizer step zero_grad
-train.lists fastai.optimizer:Lookahead step
+train.foreach fastai.optimizer: sgd_step weight_decay l2_reg average_grad average_sqr_grad momentum_step rms_prop_step step_stat debias adam_step radam_step qhadam_step larc_layer_lr larc_step lamb_step _update
+train.foreach fastai.optimizer:Optimizer step zero_grad
+train.foreach fastai.optimizer:Lookahead step
 train.lr_find fastai.callback.schedule:LRFinder before_fit after_fit
 train.lr_find fastai.callback.schedule:ParamScheduler before_fit
 train.accumulate fastai.callback.training:GradientAccumulation before_fit after_loss before_step
 train.context fastai.callback.fp16:MixedPrecision __init__ before_fit before_batch after_pred after_loss before_backward before_step after_step after_fit
 train.gradients torch.autograd: backward
-train.running torch.nn.modules.instancenorm:_InstanceNorm forward _apply_instance_norm
+train.norms torch.nn.modules.instancenorm:_InstanceNorm forward _apply_instance_norm
 train.row_steps torch.amp.grad_scaler:GradScaler _unscale_grads_ unscale_ step _maybe_opt_step
 evaluate.recorder fastai.torch_core: flatten_check find_bs to_detach
 evaluate.recorder fastai.learner:Recorder after_batch

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fastcore.all import *
 from ..job.errors import *
 from ..job.world import *
-from .exchanges import *
+from .collective_log import *
 from .control import *
 
 # %% ../../nbs/109_comm.collectives.ipynb #357c4b58

@@ -25,7 +25,7 @@ from ..base.at_fork import *
 from ..job.world import *
 from ..job.store import *
 from .wire import *
-from .exchanges import *
+from .collective_log import *
 
 # %% ../../nbs/104_comm.control.ipynb #5558b790
 class ControlConnection:

@@ -22,7 +22,7 @@ from fastcore.all import *
 from ..base.signals import *
 from ..job.errors import *
 from ..job.group import *
-from .exchanges import *
+from .collective_log import *
 from .control import *
 
 # %% ../../nbs/105_comm.faults.ipynb #8eacc6bd

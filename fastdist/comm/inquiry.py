@@ -21,7 +21,7 @@ from fastcore.all import *
 from ..base.signals import *
 from ..job.tracebacks import *
 from ..job.world import *
-from .exchanges import *
+from .collective_log import *
 from .control import *
 from .watchdog import *
 from .requests import *

@@ -25,7 +25,7 @@ from torch.distributed import DistError
 from ..job.errors import *
 from ..job.store import *
 from ..job.group import *
-from .exchanges import *
+from .collective_log import *
 from .control import *
 from .vote import *
 from .collectives import *

@@ -17,7 +17,7 @@ __all__ = ['Votes', 'voting_connection', 'Notes']
 import struct,zlib
 from contextlib import contextmanager,suppress
 from fastcore.all import *
-from .exchanges import *
+from .collective_log import *
 from .control import *
 from .faults import *
 

@@ -18,7 +18,7 @@ __all__ = ['Watchdog']
 import math,os,signal,sys,time,traceback
 from contextlib import contextmanager
 from fastcore.all import *
-from .exchanges import *
+from .collective_log import *
 from .control import *
 from .vote import *
 

@@ -26,7 +26,7 @@ from ..job.callbacks import *
 from ..comm.collectives import *
 from .loss import *
 from .merge import *
-from .evidence import *
+from .merge_rules import *
 from .metrics import *
 from .record import *
 from .recorder import *

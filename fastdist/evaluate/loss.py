@@ -26,7 +26,7 @@ from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
 from fastai.torch_core import apply,find_bs
 from ..job.world import *
 from ..comm.collectives import *
-from .trial import *
+from .sandbox import *
 from .merge import *
 
 # %% ../../nbs/306_evaluate.loss.ipynb #2da11b8d

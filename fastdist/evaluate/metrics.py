@@ -25,7 +25,7 @@ from ..job.tracebacks import *
 from ..job.group import *
 from ..comm.collectives import *
 from .merge import *
-from .evidence import *
+from .merge_rules import *
 
 # %% ../../nbs/305_evaluate.metrics.ipynb #b344009a
 def has_rows(

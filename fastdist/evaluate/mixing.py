@@ -26,7 +26,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.text.models.awdlstm import EmbeddingDropout,RNNDropout,WeightDropout
 from ..comm.rng import *
-from .trial import *
+from .sandbox import *
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #e409aa2d
 _kinds = '_forward_hooks','_forward_pre_hooks'

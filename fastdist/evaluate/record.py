@@ -20,7 +20,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..job.callbacks import *
 from ..comm.collectives import *
-from .evidence import *
+from .merge_rules import *
 
 # %% ../../nbs/309_evaluate.record.ipynb #379130ac
 def _sendable(o): return (o,) if isinstance(o, (numbers.Number,str,type(None),torch.Tensor,np.ndarray,np.generic)) else None

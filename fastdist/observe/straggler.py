@@ -19,8 +19,8 @@ __all__ = ['own_parts', 'shown_parts', 'Steps', 'Late', 'waited_for', 'find_late
 import numpy as np
 from dataclasses import dataclass
 from fastcore.all import *
-from ..comm.exchanges import *
-from .stamps import *
+from ..comm.collective_log import *
+from .step_clock import *
 
 # %% ../../nbs/606_observe.straggler.ipynb #fca3394c
 _ex = parts.index('exchange')

@@ -26,11 +26,10 @@ from fastai.basics import *
 import json,numpy as np
 from ..job.group import *
 from ..job.callbacks import *
-from ..comm.exchanges import *
+from ..comm.collective_log import *
 from ..comm.collectives import *
 from ..train.proxy import *
-from .device_time import *
-from .stamps import *
+from .step_clock import *
 from .waits import *
 from .straggler import *
 

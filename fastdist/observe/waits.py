@@ -23,7 +23,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..comm.control import *
 from ..evaluate.recorder import *
-from .stamps import *
+from .step_clock import *
 
 # %% ../../nbs/605_observe.waits.ipynb #77d74212
 _kinds = 'all_','reduce','gather','scatter','broadcast','barrier','send','recv'

@@ -21,7 +21,7 @@ from fastai.data.load import DataLoader
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader as TorchLoader
 from ..job.errors import *
-from ..comm.exchanges import *
+from ..comm.collective_log import *
 from ..comm.collectives import *
 from ..data.digest import *
 from .events import *

@@ -28,9 +28,8 @@ from ..job.accelerate import *
 from ..comm.collectives import *
 from ..evaluate.recorder import *
 from ..state.replicas import *
-from .running import *
-from .gradients import *
 from .norms import *
+from .gradients import *
 from .layout import *
 
 # %% ../../nbs/515_train.ddp.ipynb #9f23a1af

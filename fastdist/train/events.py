@@ -30,11 +30,11 @@ from ..job.callbacks import *
 from ..comm.control import *
 from ..comm.watchdog import *
 from ..comm.rng import *
-from ..evaluate.trial import *
+from ..evaluate.sandbox import *
 from ..state.values import *
 from ..state.snapshot import *
 from .proxy import *
-from .calls import *
+from .dispatch import *
 
 # %% ../../nbs/507_train.events.ipynb #00f62b3c
 cancels = (CancelStepException,CancelBackwardException,CancelBatchException,CancelTrainException,CancelValidException,CancelEpochException,CancelFitException)

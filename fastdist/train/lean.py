@@ -19,9 +19,9 @@ from fastai.data.load import DataLoader
 from ..data.loader import *
 from .proxy import *
 from .context import *
-from .calls import *
+from .dispatch import *
 from .events import *
-from .lists import *
+from .foreach import *
 from .step import *
 
 # %% ../../nbs/540_train.lean.ipynb #ee5320e3

@@ -44,7 +44,7 @@ from ..state.samples import *
 from .context import *
 from .process import *
 from .accumulate import *
-from .lists import *
+from .foreach import *
 from .step import *
 from .events import *
 from .consistency import *
