@@ -87,6 +87,23 @@ def test_wandb(alone, kw, wandb_dir):
     test_eq((preds,other), (kw.get('log_preds', True),None))
     test_eq(len(list(wandb_dir.glob('offline-run-*/run-*.wandb'))), 1)
 
+class Logged(Callback):
+    "Finds the callbacks of ours whose arguments a tracker would log, and what is no number, name or list among them"
+    def before_fit(self):
+        found = {type(cb).__name__:init_args(cb) for cb in self.learn.cbs if type(cb).__module__.startswith('fastdist.')}
+        self.found = sorted(found),[(k,n,v) for k,d in found.items() for n,v in d.items() if not isinstance(v, (bool,int,float,str,list,tuple,Path,type(None)))]
+
+@pytest.mark.parametrize('kw', [dict(), dict(shard=True)], ids=['replicas','shards'])
+def test_trackers_log_no_object_of_ours(kw):
+    "A tracker walks through the arguments of callbacks: an object there that reaches the Learner would be an endless walk"
+    def train(rank):
+        learn,cb = pictures(),Logged()
+        with learn.distrib_ctx(**kw): learn.fit(1, cbs=[cb, Checkpoint('state'), Timeline()])
+        return cb.found
+    (names,objects),_ = on_ranks(train, join=False, timeout=60)
+    assert {'DistributedTrainer','Weigh','Evaluate','Checkpoint','Timeline'} <= {*names}, names
+    test_eq(objects, [])
+
 def test_csv_and_graph(alone):
     shown = check(alone, lambda rank: (trained(rank, CSVLogger(f'{rank}.csv'), ShowGraphCallback()),len(plt.get_fignums())))
     test_eq((files(),shown[1]), (['0.csv'],0))

@@ -149,7 +149,7 @@ def _make_parts(self:DistributedTrainer, w, plan):
     self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
     weights = Weights(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, weights=weights)
-    self.weigh,self.evaluate = Weigh(self.phases, self.layout, weights, job.live.sync_each),Evaluate(reduction=weights.reduction, **parts)
+    self.weigh,self.evaluate = Weigh(job.live.sync_each, layout=self.layout, **parts),Evaluate(reduction=weights.reduction, **parts)
     self.agreement = Agreement(self._events, job, self.phases, self.layout, self.weigh.passes, self.evaluate)
     self.held = Held(learn, w.rank, (self._events.skips,_decided), (Samples(learn),_read))
     job.help(self.weigh, self.weigh.window_losses, self.evaluate, Buffers(phases=self.phases, layout=self.layout))

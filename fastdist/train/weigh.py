@@ -98,12 +98,11 @@ class Weigh(JobCallback):
     "Weigh the loss of this rank's batch, and make gradients and losses those of all ranks"
     order = 11.02 # after the trainer and `Evaluate`
     def __init__(self,
-        phases, # The Learner's `Phases`
-        layout, # `Layout` of its parameters
-        weights, # `Weights` of its batches
-        sync_each:bool # Whether DDP exchanges gradients in each batch of a window
+        sync_each:bool, # Whether DDP exchanges gradients in each batch of a window
+        **parts # `phases` of the Learner, `layout` of its parameters, `weights` of its batches
     ):
-        super().__init__(phases=phases, layout=layout, weights=weights, sync_each=sync_each, reduction=weights.reduction, silent=phases.alone)
+        phases,layout,weights = map(parts.get, ('phases','layout','weights'))
+        super().__init__(sync_each=sync_each, reduction=weights.reduction, silent=phases.alone, **parts)
         self.passes,self.terms = Passes(phases, layout, weights, self.over_loss),Terms(phases, weights)
         self.window_losses,self.looked = WindowLosses(phases.alone),None
         self._reset()
