@@ -26,6 +26,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
+from ..base.loans import *
 from ..job.errors import *
 from ..job.callbacks import *
 from ..comm.rank0 import *
@@ -174,12 +175,10 @@ class Replays:
 # %% ../../nbs/613_observe.audit.ipynb #cc00954c
 @contextmanager
 def _turned(trainer, begin, end):
-    plan,trainer.layout.plan = trainer.layout.plan,replace(trainer.layout.plan, keep=False)
-    begin(trainer.learn)
-    try: yield
-    finally:
-        end(trainer.learn)
-        trainer.layout.plan = plan
+    with lent(trainer.layout, plan=replace(trainer.layout.plan, keep=False)):
+        begin(trainer.learn)
+        try: yield
+        finally: end(trainer.learn)
 
 def sharded(
     trainer:DistributedTrainer # With a model that `unsharded` has made whole

@@ -14,7 +14,7 @@ __all__ = ['FitRun']
 
 # %% ../../nbs/413_state.run.ipynb #61a00004
 import json,math,os,time
-from contextlib import contextmanager,suppress
+from contextlib import suppress
 from warnings import warn
 from weakref import WeakKeyDictionary,WeakSet
 from fastcore.all import *
@@ -22,6 +22,7 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger,ProgressCallback
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
+from ..base.loans import *
 from ..job.errors import *
 from ..comm.control import *
 from ..comm.collectives import *
@@ -260,13 +261,10 @@ def _no_share(self:FitRun, dl):
     return ResumeError(self.plan['path'], what, 'Checkpoint(minutes=None) makes states at the ends of fits only')
 
 # %% ../../nbs/413_state.run.ipynb #c389631f
-@contextmanager
 def _numbered_from(learn, k):
-    "Number the batches of `learn` from `k` on inside this context"
+    "Return a context manager in which the batches of `learn` are numbered from `k` on"
     one = learn.one_batch
-    learn.one_batch = lambda i,b: one(i+k, b)
-    try: yield
-    finally: del learn.one_batch
+    return lent(learn, one_batch=lambda i,b: one(i+k, b))
 
 # %% ../../nbs/413_state.run.ipynb #3a532e8f
 @patch

@@ -20,6 +20,7 @@ from inspect import unwrap
 from fastcore.all import *
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from ..base.loans import *
 
 # %% ../../nbs/514_train.buckets.ipynb #6001cc2c
 class Buckets:
@@ -62,7 +63,4 @@ def lay(self:Buckets,
 @patch
 def _await_pass(self:Buckets):
     "Make DDP wait for a backward pass"
-    self.ddp.module.forward = noop
-    try:
-        with torch.enable_grad(): self.ddp(None)
-    finally: del self.ddp.module.forward
+    with lent(self.ddp.module, forward=noop), torch.enable_grad(): self.ddp(None)

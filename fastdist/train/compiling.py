@@ -15,6 +15,7 @@ __all__ = ['compile_units']
 import torch
 from accelerate.utils import DynamoBackend
 from fastcore.all import *
+from ..base.loans import *
 
 # %% ../../nbs/518_train.compiling.ipynb #f56ce545
 def _forward(m, own, fast, *args, **kwargs):
@@ -30,12 +31,8 @@ def compile_units(
     if plugin.backend==DynamoBackend.NO: return noop
     ids = {id(m) for m in units}
     inner = [m for m in units if not any(id(o) in ids for o in m.modules() if o is not m)]
-    chosen = [(m, vars(m).get('forward'), m.forward) for m in inner or [model]]
-    for m,_,f in chosen: m.forward = partial(_forward, m, f, torch.compile(f, **plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())))
-    def undo():
-        for m,own,_ in chosen:
-            vars(m).pop('forward', None)
-            if own: m.forward = own
-    return undo
+    loans,how = Loans(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())
+    for m in inner or [model]: loans.lend(m, forward=partial(_forward, m, m.forward, torch.compile(m.forward, **how)))
+    return loans.close
 
 

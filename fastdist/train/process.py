@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader as TorchLoader,DistributedSampler
 from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
+from ..base.loans import *
 from ..job.errors import *
 from ..job.world import *
 from ..job.group import *

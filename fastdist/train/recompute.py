@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from functools import partial
 from torch.utils.checkpoint import checkpoint
 from fastcore.all import *
+from ..base.loans import *
 
 # %% ../../nbs/517_train.recompute.ipynb #40e06abe
 def _copies(d): return {k:v if v is None else v.detach().clone() for k,v in d.items()}
@@ -59,10 +60,6 @@ def recompute(
     units:list # From `choose_units`
 )->callable: # Puts everything back
     "Compute the activations of `recomputed(units)` again in the backward pass"
-    chosen = [(m, vars(m).get('forward')) for m in recomputed(units)]
-    for m,own in chosen: m.forward = partial(_forward, m, own)
-    def undo():
-        for m,own in chosen:
-            vars(m).pop('forward', None)
-            if own: m.forward = own
-    return undo
+    loans = Loans()
+    for m in recomputed(units): loans.lend(m, forward=partial(_forward, m, vars(m).get('forward')))
+    return loans.close
