@@ -12,10 +12,10 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.optimizer import RAdam,QHAdam,Larc,Lamb,ranger
 from fastdist import *
+from fastdist.base.loans import changed_env
 from fastdist.comm.collectives import gather_objs
 from fastdist.comm.rng import kept_random
 from fastdist.job.group import Membership
-from fastdist.job.world import changed_env
 from fastdist.observe.checks import _off as off
 from fastdist.observe.straggler import shown_parts
 from fastdist.train.cut import RowCarrier

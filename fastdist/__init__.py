@@ -18,6 +18,7 @@ Modules:
 
 - `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
 - `fastdist.base.at_fork`: What a forked child closes of all that it inherits from its parent
+- `fastdist.base.loans`: What is put on an object, and taken off again
 - `fastdist.base.signals`: Handlers of signals, shared with those of the user and of libraries
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
 - `fastdist.comm.collective_log`: Numbers and names of the exchanges between ranks, to find ranks in different ones

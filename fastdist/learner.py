@@ -21,6 +21,7 @@ from accelerate import Accelerator as HFAccelerator
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
+from .base.loans import *
 from .job.errors import *
 from .job.world import *
 from .job.group import *
@@ -195,12 +196,10 @@ def lean_ctx(self:Learner):
 def preds_on_rank0(self:Learner):
     "Return a context manager in which `get_preds` returns predictions on rank 0 alone; on other ranks it returns `None` for each of its results"
     cbs = [cb for cb in self._grab_cbs(DistributedTrainer) if cb.evaluate is not None]
-    for cb in cbs: cb.evaluate.dst = 0
-    if any(cb.size>1 and cb.job.world.rank for cb in cbs): self.get_preds = partial(_nothing, self)
-    try: yield self
-    finally:
-        for cb in cbs: cb.evaluate.dst = None
-        vars(self).pop('get_preds', None)
+    with Loans() as loans:
+        for cb in cbs: loans.lend(cb.evaluate, dst=0)
+        if any(cb.size>1 and cb.job.world.rank for cb in cbs): loans.lend(self, get_preds=partial(_nothing, self))
+        yield self
 
 def _nothing(learn, *args, **kwargs):
     get = type(learn).get_preds

@@ -29,6 +29,20 @@ def test_a_public_name_is_there_once():
     assert len(names)>300
     test_eq([k for k,n in names.items() if n>1], [])
 
+def defined(n):
+    "Return the names that the statement `n` of a room defines; a method put on a class has the class before it"
+    if isinstance(n, ast.Assign): return [o.id for t in n.targets for o in ast.walk(t) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)]
+    if not isinstance(n, (ast.FunctionDef,ast.ClassDef)): return []
+    how = [ast.unparse(o) for o in n.decorator_list]
+    if any(o.endswith('.register') for o in how): return []
+    return [f'{ast.unparse(n.args.args[0].annotation)}.{n.name}' if any(o.startswith('patch') for o in how) else n.name]
+
+def test_a_name_is_defined_once_in_its_room():
+    "Also a private one: where two rooms become one, the later would take the place of the earlier"
+    names = Counter((k,o) for k,t in trees.items() for n in t.body for o in defined(n))
+    assert len(names)>2000
+    test_eq([k for k,n in names.items() if n>1], [])
+
 calls = Counter() # of functions of ours, on this rank
 
 def note(frame, event, _):

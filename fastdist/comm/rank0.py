@@ -22,6 +22,7 @@ from difflib import get_close_matches
 from warnings import warn
 from fastcore.all import *
 from torch.distributed import DistError
+from ..base.loans import *
 from ..job.errors import *
 from ..job.store import *
 from ..job.group import *
@@ -36,10 +37,7 @@ def without_barrier(
     *args, **kwargs
 ): # The result of `func`
     "Call `func` while fastai's `distrib_barrier` returns at once"
-    core = fastai.torch_core
-    old,core.num_distrib = core.num_distrib,lambda: 0
-    try: return func(*args, **kwargs)
-    finally: core.num_distrib = old
+    with lent(fastai.torch_core, num_distrib=lambda: 0): return func(*args, **kwargs)
 
 # %% ../../nbs/110_comm.rank0.ipynb #1cc18695
 _outer = ContextVar('outer', default='')

@@ -22,6 +22,7 @@ from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 import numpy as np
 from fastai.callback.hook import ActivationStats
+from ..base.loans import *
 from ..job.callbacks import *
 from ..comm.collectives import *
 from .loss import *
@@ -57,11 +58,9 @@ def stats_of_all(
 ):
     "Record statistics on each rank inside this context, and combine them after it; one exchange"
     cbs = learn.cbs.filter(risinstance(ActivationStats))
-    own = [(cb, vars(cb).get('hook'), cb.hook) for cb in cbs]
-    for cb,_,hook in own: cb.hook = partial(_counting, hook, part)
-    try: yield
-    finally:
-        for cb,old,_ in own: vars(cb).pop('hook') if old is None else setattr(cb, 'hook', old)
+    with Loans() as loans:
+        for cb in cbs: loans.lend(cb, hook=partial(_counting, cb.hook, part))
+        yield
     for cb in cbs: cb.stats = L(combine_stats(o) for o in zip(*gather_objs(list(cb.stats))))
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #625f5f45

@@ -17,7 +17,7 @@ __all__ = ['unhooked', 'lone_copies', 'module_outputs', 'LoneTrial', 'first_mixi
 # %% ../../nbs/312_evaluate.mixing.ipynb #b9e1a0d0
 import torch
 from functools import cache
-from itertools import takewhile
+from itertools import product,takewhile
 from contextlib import contextmanager
 from types import BuiltinFunctionType,FunctionType,ModuleType
 from torch import nn
@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fastcore.all import *
 from fastai.basics import *
 from fastai.text.models.awdlstm import EmbeddingDropout,RNNDropout,WeightDropout
+from ..base.loans import *
 from ..comm.rng import *
 from .sandbox import *
 
@@ -40,12 +41,9 @@ def unhooked(
     model:nn.Module # May have hooks of callbacks on its modules
 ):
     "Return a context manager in which users' hooks are off the modules of `model`, and hooks that are registered go at its end"
-    was = [(m,k,getattr(m, k)) for m in model.modules() for k in _kinds]
-    try:
-        for m,k,hooks in was: setattr(m, k, type(hooks)((i,f) for i,f in hooks.items() if not _is_users(f)))
+    with Loans() as loans:
+        for m,k in product(model.modules(), _kinds): loans.lend(m, **{k:type(h := getattr(m, k))((i,f) for i,f in h.items() if not _is_users(f))})
         yield
-    finally:
-        for m,k,hooks in was: setattr(m, k, hooks)
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #9a63a04e
 def _talks(o):

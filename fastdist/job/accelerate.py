@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate.state import AcceleratorState,GradientState,PartialState
 from accelerate.utils import AutocastKwargs,DDPCommunicationHookType,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
 from fastcore.all import *
+from ..base.loans import *
 from .errors import *
 from .world import *
 from .options import *

@@ -29,6 +29,7 @@ from pathlib import Path
 from torch.multiprocessing import start_processes,ProcessRaisedException,ProcessExitedException
 from fastcore.all import *
 from ..base.at_fork import *
+from ..base.loans import *
 from .errors import *
 from .world import *
 from .store import *

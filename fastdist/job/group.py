@@ -24,6 +24,7 @@ from functools import wraps
 from torch import distributed as dist
 from torch.distributed import PrefixStore,distributed_c10d
 from fastcore.all import *
+from ..base.loans import *
 from .errors import *
 from .tracebacks import *
 from .world import *

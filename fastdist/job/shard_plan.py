@@ -22,6 +22,7 @@ from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY,FSDP_SHARDING_STRAT
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecision,MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy,transformer_auto_wrap_policy
 from fastcore.all import *
+from ..base.loans import *
 from .errors import *
 from .world import *
 from .options import *

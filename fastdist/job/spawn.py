@@ -23,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory,gettempdir
 from threading import Thread
 from fastcore.all import *
+from ..base.loans import *
 from ..base.signals import *
 from .errors import *
 from .tracebacks import *
@@ -96,14 +97,10 @@ def rank_env(
     return world_vars(w) | dict(FASTDIST_STORE=str(d/'store'), GLOO_SOCKET_IFNAME=lo, NCCL_SOCKET_IFNAME=lo, PYTHONUNBUFFERED='1')
 
 # %% ../../nbs/010_job.spawn.ipynb #57ad2d78
-@contextmanager
 def _no_script():
-    "Prevent a new Python that is started inside the context from running this script"
+    "Return a context manager in which a new Python that is started does not run this script"
     main = sys.modules['__main__']
-    old = {k:vars(main)[k] for k in ('__file__','__spec__') if k in vars(main)}
-    for k in old: setattr(main, k, None)
-    try: yield
-    finally: vars(main).update(old)
+    return lent(main, **{k:None for k in ('__file__','__spec__') if k in vars(main)})
 
 # %% ../../nbs/010_job.spawn.ipynb #e53ccf81
 class _Output:

@@ -19,6 +19,7 @@ from functools import lru_cache
 from torch import distributed as dist
 from torch.distributed import PrefixStore
 from fastcore.all import *
+from ..base.loans import *
 from .errors import *
 from .world import *
 

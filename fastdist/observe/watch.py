@@ -13,11 +13,12 @@ __all__ = ['line_of', 'Place', 'watched', 'Draws']
 
 # %% ../../nbs/610_observe.watch.ipynb #aacbefe5
 import inspect,random,sys,zlib,fasttransform.transform,fastai.data.core
-from contextlib import ExitStack,contextmanager
+from contextlib import contextmanager
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.core import _inner_loop
+from ..base.loans import *
 from ..evaluate.loss import *
 from ..train.proxy import *
 
@@ -52,11 +53,11 @@ def _modules(learn):
     loss = loss_module(learn.loss_func)
     return {id(m):Place(f'{name}.{n}' if n else name, m) for name,top in (('loss',loss), ('model',own_model(learn))) for n,m in top.named_modules()}
 
-def _watch_modules(learn, enter, leave, stack):
+def _watch_modules(learn, enter, leave, loans):
     names = _modules(learn)
     def before(m, args): id(m) in names and enter(names[id(m)], args)
     def after(m, args, out): id(m) in names and leave(names[id(m)], out)
-    for h in (register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)): stack.callback(h.remove)
+    for h in (register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)): loans.callback(h.remove)
 
 # %% ../../nbs/610_observe.watch.ipynb #08599905
 def _tfm_name(f):
@@ -64,7 +65,7 @@ def _tfm_name(f):
     while isinstance(f, partial): f = f.func
     return getattr(f, '__name__', f.name if type(f) is Transform else type(f).__name__)
 
-def _watch_transforms(enter, leave, stack):
+def _watch_transforms(enter, leave, loans):
     plain = fasttransform.transform.compose_tfms
     def compose(x, tfms, is_enc=True, reverse=False, **kwargs):
         if not is_enc: return plain(x, tfms, is_enc, reverse, **kwargs)
@@ -74,9 +75,7 @@ def _watch_transforms(enter, leave, stack):
             x = plain(x, [f], **kwargs)
             leave(p, x)
         return x
-    for o in (fasttransform.transform,fastai.data.core):
-        stack.callback(setattr, o, 'compose_tfms', o.compose_tfms)
-        o.compose_tfms = compose
+    for o in (fasttransform.transform,fastai.data.core): loans.lend(o, compose_tfms=compose)
 
 # %% ../../nbs/610_observe.watch.ipynb #122b66ad
 def _watched_method(cb, k, enter, leave):
@@ -88,14 +87,11 @@ def _watched_method(cb, k, enter, leave):
         finally: leave(p, None)
     return watched
 
-def _watch_callbacks(learn, enter, leave, stack):
+def _watch_callbacks(learn, enter, leave, loans):
     for cb in learn.cbs:
         if type(cb).__module__.startswith('fastdist'): continue
         for k in _inner_loop:
-            if k in vars(cb): stack.callback(vars(cb).__setitem__, k, vars(cb)[k])
-            elif hasattr(type(cb), k): stack.callback(vars(cb).pop, k, None)
-            else: continue
-            vars(cb)[k] = _watched_method(cb, k, enter, leave)
+            if k in vars(cb) or hasattr(type(cb), k): loans.lend(cb, **{k:_watched_method(cb, k, enter, leave)})
 
 @contextmanager
 def watched(
@@ -104,10 +100,10 @@ def watched(
     leave:callable # Called with a `Place` that ends, and what came out of it, `None` for a callback
 ):
     "Return a context manager in which `enter` and `leave` are told of each module, transform and callback that runs"
-    with ExitStack() as stack:
-        _watch_modules(learn, enter, leave, stack)
-        _watch_transforms(enter, leave, stack)
-        _watch_callbacks(learn, enter, leave, stack)
+    with Loans() as loans:
+        _watch_modules(learn, enter, leave, loans)
+        _watch_transforms(enter, leave, loans)
+        _watch_callbacks(learn, enter, leave, loans)
         yield
 
 # %% ../../nbs/610_observe.watch.ipynb #d9edb26c

@@ -22,6 +22,7 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger,ProgressCallback
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
+from ..base.loans import *
 from ..job.errors import *
 from ..comm.control import *
 from ..comm.collectives import *
@@ -258,13 +259,10 @@ def _no_share(self:FitLoop):
     return ResumeError(self.resume.plan['path'], what, 'Checkpoint(minutes=None) makes states at the ends of fits only')
 
 # %% ../../nbs/412_state.resume.ipynb #75087754
-@contextmanager
 def _numbered_from(learn, k):
-    "Number the batches of `learn` from `k` on inside this context"
+    "Return a context manager in which the batches of `learn` are numbered from `k` on"
     one = learn.one_batch
-    learn.one_batch = lambda i,b: one(i+k, b)
-    try: yield
-    finally: del learn.one_batch
+    return lent(learn, one_batch=lambda i,b: one(i+k, b))
 
 # %% ../../nbs/412_state.resume.ipynb #6d45c748
 class AppendedLogs:

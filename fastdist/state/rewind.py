@@ -16,13 +16,14 @@ __all__ = ['Rewind', 'scratch_files']
 
 # %% ../../nbs/415_state.rewind.ipynb #a77c9603
 import builtins,io,os,random,shutil,sys,types,weakref,numpy as np
-from contextlib import ExitStack,contextmanager,suppress
+from contextlib import contextmanager,suppress
 from collections import deque
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from fastcore.all import *
 from fastai.basics import *
+from ..base.loans import *
 from ..comm.rng import *
 
 # %% ../../nbs/415_state.rewind.ipynb #621c1871
@@ -226,9 +227,7 @@ def scratch_files(
 ):
     "Return a context manager in which files that are written are others beside them, which are removed at the end"
     s = _Scratch(token or f'fastdist-{os.getpid()}')
-    with ExitStack() as stack:
-        stack.callback(s.clear)
-        for o,k,f in _replacements(s):
-            stack.callback(setattr, o, k, getattr(o, k))
-            setattr(o, k, f)
+    with Loans() as loans:
+        loans.callback(s.clear)
+        for o,k,f in _replacements(s): loans.lend(o, **{k:f})
         yield s

@@ -24,6 +24,7 @@ from inspect import unwrap
 from torch.nn.parallel import DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
+from ..base.loans import *
 from ..job.accelerate import *
 from ..comm.collectives import *
 from ..evaluate.recorder import *
@@ -80,10 +81,7 @@ class Buckets:
             for p,g in old: p.grad = g
 
     def _await_pass(self):
-        self.ddp.module.forward = noop
-        try:
-            with torch.enable_grad(): self.ddp(None)
-        finally: del self.ddp.module.forward
+        with lent(self.ddp.module, forward=noop), torch.enable_grad(): self.ddp(None)
 
 # %% ../../nbs/515_train.ddp.ipynb #cef8c2d3
 _laying = 'DistributedDataParallel, which lays its buckets'

@@ -25,6 +25,7 @@ from types import MethodType
 from torch import distributed as dist
 from fastcore.all import *
 from fastai.basics import *
+from ..base.loans import *
 from ..comm.collectives import *
 from ..evaluate.recorder import *
 
@@ -55,9 +56,7 @@ def each_backward(
         inside = True
         try: f(partial(_pass, run, kwargs), tensors, grad_tensors, kwargs)
         finally: inside = False
-    torch.autograd.backward = backward
-    try: yield
-    finally: torch.autograd.backward = run
+    with lent(torch.autograd, backward=backward): yield
 
 # %% ../../nbs/508_train.gradients.ipynb #7bf8d3b0
 @contextmanager
@@ -71,10 +70,7 @@ def each_step(
         before()
         f = own or partial(type(self).step, self) if hasattr(type(self), 'step') else self.opt.step
         return f(*args, **kwargs)
-    vars(opt)['step'] = mine = MethodType(step, opt)
-    try: yield
-    finally:
-        if vars(opt).get('step') is mine: vars(opt).update(step=own) if own else vars(opt).pop('step')
+    with lent(opt, step=MethodType(step, opt)): yield
 
 # %% ../../nbs/508_train.gradients.ipynb #d43fac7d
 def _same_kind(params):

@@ -13,12 +13,13 @@ __all__ = ['JobDescription', 'RankAccelerator']
 
 # %% ../../nbs/503_train.process.ipynb #b815bb21
 import dis,os,torch
+from dataclasses import fields,replace
 from accelerate import Accelerator as HFAccelerator
 from torch.utils.data import DataLoader as TorchLoader,DistributedSampler
 from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
-from dataclasses import fields,replace
+from ..base.loans import *
 from ..job.errors import *
 from ..job.world import *
 from ..job.group import *

@@ -20,14 +20,15 @@ __all__ = ['unsharded_params', 'choose_units', 'unit_params', 'check_units', 're
 # %% ../../nbs/516_train.units.ipynb #43fa1f67
 import re,torch
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from torch import nn
 from torch.distributed.fsdp.wrap import _Policy,_recursive_wrap,size_based_auto_wrap_policy,transformer_auto_wrap_policy
 from torch.nn.utils.parametrize import is_parametrized
 from fastcore.all import *
-from contextlib import nullcontext
 from torch.utils.checkpoint import checkpoint
 from accelerate.utils import DynamoBackend
+from ..base.loans import *
 
 # %% ../../nbs/516_train.units.ipynb #c1bbc5bc
 def _ignored(model, plan):
@@ -221,7 +222,7 @@ def recomputed(
     return [m for m in parts if not any(id(o) in ids for o in m.modules() if o is not m)]
 
 # %% ../../nbs/516_train.units.ipynb #ce235f6f
-def _forward(unit, own, *args, **kwargs):
+def _recomputed_forward(unit, own, *args, **kwargs):
     "Run the forward pass of `unit`, which is `own` where the user had set one on the module, so that it runs again in the backward pass"
     run = own or partial(type(unit).forward, unit)
     if not torch.is_grad_enabled(): return run(*args, **kwargs)
@@ -231,13 +232,9 @@ def recompute(
     units:list # From `choose_units`
 )->callable: # Puts everything back
     "Compute the activations of `recomputed(units)` again in the backward pass"
-    chosen = [(m, vars(m).get('forward')) for m in recomputed(units)]
-    for m,own in chosen: m.forward = partial(_forward, m, own)
-    def undo():
-        for m,own in chosen:
-            vars(m).pop('forward', None)
-            if own: m.forward = own
-    return undo
+    loans = Loans()
+    for m in recomputed(units): loans.lend(m, forward=partial(_recomputed_forward, m, vars(m).get('forward')))
+    return loans.close
 
 # %% ../../nbs/516_train.units.ipynb #f56ce545
 def _forward(m, own, fast, *args, **kwargs):
@@ -253,12 +250,8 @@ def compile_units(
     if plugin.backend==DynamoBackend.NO: return noop
     ids = {id(m) for m in units}
     inner = [m for m in units if not any(id(o) in ids for o in m.modules() if o is not m)]
-    chosen = [(m, vars(m).get('forward'), m.forward) for m in inner or [model]]
-    for m,_,f in chosen: m.forward = partial(_forward, m, f, torch.compile(f, **plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())))
-    def undo():
-        for m,own,_ in chosen:
-            vars(m).pop('forward', None)
-            if own: m.forward = own
-    return undo
+    loans,how = Loans(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())
+    for m in inner or [model]: loans.lend(m, forward=partial(_forward, m, m.forward, torch.compile(m.forward, **how)))
+    return loans.close
 
 
