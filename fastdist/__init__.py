@@ -18,8 +18,10 @@ Modules:
 
 - `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
 - `fastdist.base.at_fork`: What a forked child closes of all that it inherits from its parent
+- `fastdist.base.errors`: The exceptions that fastdist raises
 - `fastdist.base.loans`: What is put on an object, and taken off again
 - `fastdist.base.signals`: Handlers of signals, shared with those of the user and of libraries
+- `fastdist.base.tracebacks`: Short tracebacks, printed by one rank
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
 - `fastdist.comm.collective_log`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
@@ -53,7 +55,6 @@ Modules:
 - `fastdist.evaluate.sandbox`: Trials of a user's code on copies, without side effects
 - `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
 - `fastdist.job.callbacks`: Callbacks that are on a Learner only inside a job, and those that only rank 0 runs
-- `fastdist.job.errors`: The exceptions that fastdist raises
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
 - `fastdist.job.group`: Join a process to its job, and undo that
 - `fastdist.job.options`: Options of Accelerate, honoured or refused
@@ -61,7 +62,6 @@ Modules:
 - `fastdist.job.shard_plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`
 - `fastdist.job.spawn`: Ranks that a head process starts, watches and ends
 - `fastdist.job.store`: The key-value store in which the ranks of a job meet
-- `fastdist.job.tracebacks`: Short tracebacks, printed by one rank
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
 - `fastdist.observe.audit`: The law, checked on the user's own script before it trains
@@ -130,7 +130,7 @@ import accelerate
 from types import ModuleType
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastai.torch_core import num_distrib, rank_distrib
-from .job.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, WorldError
+from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, WorldError
 from .job.world import World, own_version
 from .job.group import this_world, setup_distrib, teardown_distrib
 from .job.fork import on_ranks

@@ -25,7 +25,7 @@ from accelerate.utils import InitProcessGroupKwargs,extract_model_from_parallel
 from fastcore.all import *
 from fastai.basics import *
 from .base.loans import *
-from .job.errors import *
+from .base.errors import *
 from .job.world import *
 from .job.options import *
 from .job.pickling import *

@@ -36,7 +36,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore
 from fastcore.all import *
 from fastai.basics import *
-from .job.errors import *
+from .base.errors import *
 from .job.world import *
 from .job.store import *
 from .job.group import *

@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
 from .base.loans import *
-from .job.errors import *
+from .base.errors import *
 from .job.world import *
 from .job.group import *
 from .job.options import *

@@ -21,7 +21,7 @@ from torch.distributed import DistError
 from fastcore.all import *
 from fastai.basics import *
 from fastai.text.learner import TextLearner
-from .job.errors import *
+from .base.errors import *
 from .job.group import *
 from .comm.control import *
 from .comm.vote import *

@@ -6,7 +6,7 @@ from fastai.basics import *
 from fastdist import *
 from fastdist.comm.control import *
 from fastdist.comm.steps import *
-from fastdist.job.errors import *
+from fastdist.base.errors import *
 from fastdist.state.preempt import *
 
 class Stop(Callback):

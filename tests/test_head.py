@@ -12,7 +12,7 @@ from fastai.callback.all import *
 from fastcore.test import test_eq,test_close,expect_fail
 from fastdist import *
 from fastdist.job.accelerate import has_state
-from fastdist.job.errors import HomeError
+from fastdist.base.errors import HomeError
 from learners import digits
 from procs import *
 

@@ -12,7 +12,7 @@ from fastdist import *
 from fastdist.check import main
 from fastdist.comm.inquiry import Inquiry
 from fastdist.comm.requests import *
-from fastdist.job.errors import RankError
+from fastdist.base.errors import RankError
 from fastdist.job.fork import on_ranks
 from fastdist.job.spawn import *
 from fastdist.observe.checks import small_learner

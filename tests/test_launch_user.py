@@ -8,7 +8,7 @@ from torch import distributed as dist
 from fastai.basics import *
 from fastcore.test import test_eq,expect_fail
 from fastdist import *
-from fastdist.job.errors import HomeError
+from fastdist.base.errors import HomeError
 from fastdist.job.spawn import start_ranks
 from learners import digits
 from procs import *

@@ -4,7 +4,7 @@ from fastcore.test import test_eq,expect_fail
 from fastai.basics import *
 from learners import digits
 from fastdist import *
-from fastdist.job.errors import RankError
+from fastdist.base.errors import RankError
 from fastdist.job.fork import on_ranks
 from fastdist.comm import memory
 from fastdist.data import shuffle

@@ -10,7 +10,7 @@ from fastdist.comm.relay import NodeRelays
 from fastdist.comm.vote import voting_connection
 from fastdist.comm.vote import Notes
 from fastdist.comm.watchdog import Watchdog
-from fastdist.job.errors import RankError
+from fastdist.base.errors import RankError
 from fastcore.basics import stop
 from fastcore.test import test_eq
 from learners import digits

@@ -5,7 +5,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.job.errors import ResumeError
+from fastdist.base.errors import ResumeError
 from procs import *
 
 class Break(Callback):

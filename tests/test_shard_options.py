@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy,size_based_auto_wrap_po
 from fastcore.test import test_eq
 from fastdist import *
 from fastdist.job.accelerate import ProcessAccelerator,forget_state,has_state,open_accelerate
-from fastdist.job.errors import OptionError
+from fastdist.base.errors import OptionError
 from fastdist.job.options import check_env,check_options
 from fastdist.job.shard_plan import ShardPlan,shard_plan
 from fastdist.job.group import this_world

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from torch import distributed as dist
 from torch.nn import functional as F
 from fastcore.all import *
-from ..job.errors import *
+from ..base.errors import *
 from ..job.world import *
 from .collective_log import *
 from .control import *

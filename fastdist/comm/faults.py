@@ -20,7 +20,7 @@ import math,signal,sys,threading,time,traceback
 from contextlib import contextmanager,suppress
 from fastcore.all import *
 from ..base.signals import *
-from ..job.errors import *
+from ..base.errors import *
 from ..job.group import *
 from .collective_log import *
 from .control import *

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from fastcore.all import *
 from ..base.signals import *
-from ..job.tracebacks import *
+from ..base.tracebacks import *
 from ..job.world import *
 from .collective_log import *
 from .control import *

@@ -23,7 +23,7 @@ from warnings import warn
 from fastcore.all import *
 from torch.distributed import DistError
 from ..base.loans import *
-from ..job.errors import *
+from ..base.errors import *
 from ..job.store import *
 from ..job.group import *
 from .collective_log import *

@@ -22,7 +22,7 @@ from ipaddress import ip_address
 from types import SimpleNamespace
 from warnings import warn
 from fastcore.all import *
-from ..job.errors import *
+from ..base.errors import *
 from ..job.world import *
 
 # %% ../../nbs/103_comm.wire.ipynb #7b02a9c7

@@ -20,8 +20,8 @@ from fastcore.all import *
 from fastai.torch_core import find_bs,to_detach
 from fastai.learner import AvgLoss,Metric
 import numbers,pickle,numpy as np,torch
-from ..job.errors import *
-from ..job.tracebacks import *
+from ..base.errors import *
+from ..base.tracebacks import *
 from ..job.group import *
 from ..comm.collectives import *
 from .merge import *

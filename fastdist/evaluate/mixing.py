@@ -17,7 +17,7 @@ __all__ = ['unhooked', 'lone_copies', 'module_outputs', 'LoneTrial', 'first_mixi
 # %% ../../nbs/312_evaluate.mixing.ipynb #b9e1a0d0
 import torch
 from functools import cache
-from itertools import product,takewhile
+from itertools import takewhile
 from contextlib import contextmanager
 from types import BuiltinFunctionType,FunctionType,ModuleType
 from torch import nn
@@ -42,7 +42,8 @@ def unhooked(
 ):
     "Return a context manager in which users' hooks are off the modules of `model`, and hooks that are registered go at its end"
     with Loans() as loans:
-        for m,k in product(model.modules(), _kinds): loans.lend(m, **{k:type(h := getattr(m, k))((i,f) for i,f in h.items() if not _is_users(f))})
+        for m in model.modules():
+            for k in _kinds: loans.lend(m, **{k:type(h := getattr(m, k))((i,f) for i,f in h.items() if not _is_users(f))})
         yield
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #9a63a04e

@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState,GradientState,PartialState
 from accelerate.utils import AutocastKwargs,DDPCommunicationHookType,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
 from fastcore.all import *
 from ..base.loans import *
-from .errors import *
+from ..base.errors import *
 from .world import *
 from .options import *
 

@@ -30,7 +30,7 @@ from torch.multiprocessing import start_processes,ProcessRaisedException,Process
 from fastcore.all import *
 from ..base.at_fork import *
 from ..base.loans import *
-from .errors import *
+from ..base.errors import *
 from .world import *
 from .store import *
 from .group import *

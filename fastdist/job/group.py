@@ -25,8 +25,8 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore,distributed_c10d
 from fastcore.all import *
 from ..base.loans import *
-from .errors import *
-from .tracebacks import *
+from ..base.errors import *
+from ..base.tracebacks import *
 from .world import *
 from .store import *
 

@@ -23,7 +23,7 @@ from accelerate import Accelerator as HFAccelerator
 from accelerate.utils import AutocastKwargs,DataLoaderConfiguration,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
 from accelerate.utils import FullyShardedDataParallelPlugin
 from fastcore.all import *
-from .errors import *
+from ..base.errors import *
 from .world import *
 
 

@@ -22,7 +22,7 @@ from multiprocessing import get_start_method,set_start_method
 from pathlib import Path
 from types import FunctionType,MethodType,ModuleType,SimpleNamespace
 from fastcore.all import *
-from .tracebacks import *
+from ..base.tracebacks import *
 
 # %% ../../nbs/009_job.pickling.ipynb #a745e351
 _atoms = {int,float,complex,bool,str,bytes,type(None)}

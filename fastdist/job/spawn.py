@@ -25,8 +25,8 @@ from threading import Thread
 from fastcore.all import *
 from ..base.loans import *
 from ..base.signals import *
-from .errors import *
-from .tracebacks import *
+from ..base.errors import *
+from ..base.tracebacks import *
 from .world import *
 from .store import *
 from .fork import *

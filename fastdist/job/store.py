@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore
 from fastcore.all import *
 from ..base.loans import *
-from .errors import *
+from ..base.errors import *
 from .world import *
 
 # %% ../../nbs/003_job.store.ipynb #5a2657a0

@@ -22,7 +22,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError,version
 from fastcore.all import *
 from fastai.torch_core import default_device
-from .errors import *
+from ..base.errors import *
 
 # %% ../../nbs/002_job.world.ipynb #bc7ddaa8
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
 from ..base.loans import *
-from ..job.errors import *
+from ..base.errors import *
 from ..job.callbacks import *
 from ..comm.rank0 import *
 from ..comm.rng import *

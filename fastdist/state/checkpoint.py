@@ -22,7 +22,7 @@ from inspect import unwrap
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
-from ..job.errors import *
+from ..base.errors import *
 from ..comm.steps import *
 from .folder import *
 from .preempt import *

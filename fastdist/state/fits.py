@@ -23,7 +23,7 @@ from weakref import ref
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import ParamScheduler
-from ..job.errors import *
+from ..base.errors import *
 from .snapshot import *
 
 # %% ../../nbs/411_state.fits.ipynb #10a18641

@@ -20,7 +20,7 @@ from itertools import chain
 from torch.nn.parameter import is_lazy
 from fastcore.all import *
 from fastai.basics import *
-from ..job.errors import *
+from ..base.errors import *
 from ..job.pickling import *
 from .snapshot import *
 

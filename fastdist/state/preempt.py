@@ -18,7 +18,7 @@ import os,signal,sys,threading,time
 from torch.utils.data._utils import signal_handling
 from fastcore.all import *
 from ..base.signals import *
-from ..job.errors import *
+from ..base.errors import *
 from ..job.group import *
 from ..job.spawn import *
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
-from ..job.errors import *
+from ..base.errors import *
 from ..comm.rng import *
 from ..data.digest import *
 from ..data.loader import *

@@ -28,7 +28,7 @@ from functools import lru_cache
 from numbers import Number
 from fastcore.all import *
 from fastai.basics import *
-from ..job.errors import *
+from ..base.errors import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from .snapshot import *

@@ -14,7 +14,7 @@ __all__ = ['LocalLoaders', 'LocalLayout', 'Fit', 'Resume', 'FitLoop', 'AppendedL
 
 # %% ../../nbs/412_state.resume.ipynb #07b0c530
 import json,os
-from contextlib import contextmanager,suppress
+from contextlib import suppress
 from warnings import warn
 from weakref import WeakKeyDictionary,WeakSet
 from fastcore.all import *
@@ -23,7 +23,7 @@ from fastai.callback.progress import CSVLogger,ProgressCallback
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
 from ..base.loans import *
-from ..job.errors import *
+from ..base.errors import *
 from ..comm.control import *
 from ..comm.collectives import *
 from ..comm.rng import *

@@ -20,7 +20,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
-from ..job.errors import *
+from ..base.errors import *
 from ..comm.rng import *
 from .snapshot import *
 from .rewind import *

@@ -19,7 +19,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
-from ..job.errors import *
+from ..base.errors import *
 
 # %% ../../nbs/505_train.accumulate.ipynb #74ac14de
 def batch_total(

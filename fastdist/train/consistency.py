@@ -20,7 +20,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader as TorchLoader
-from ..job.errors import *
+from ..base.errors import *
 from ..comm.collective_log import *
 from ..comm.collectives import *
 from ..data.digest import *

@@ -18,7 +18,7 @@ from contextlib import contextmanager,nullcontext
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,GradScaler
-from ..job.errors import *
+from ..base.errors import *
 from ..job.world import *
 from ..job.group import *
 from ..job.options import *

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecisionPolicy,OffloadPolicy
 from fastcore.all import *
 from fastai.basics import *
-from ..job.errors import *
+from ..base.errors import *
 from ..comm.collectives import *
 from .context import *
 from .consistency import *

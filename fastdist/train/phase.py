@@ -21,7 +21,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
-from ..job.errors import *
+from ..base.errors import *
 from ..job.world import *
 from ..data.loader import *
 from .accumulate import *

@@ -20,7 +20,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.loans import *
-from ..job.errors import *
+from ..base.errors import *
 from ..job.world import *
 from ..job.group import *
 from ..job.options import *

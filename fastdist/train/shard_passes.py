@@ -17,7 +17,7 @@ import torch
 from contextlib import ExitStack,contextmanager
 from fastcore.all import *
 from fastai.basics import *
-from ..job.errors import *
+from ..base.errors import *
 from ..comm.control import *
 from ..comm.collectives import *
 from ..evaluate.mixing import *

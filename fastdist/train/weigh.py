@@ -26,7 +26,7 @@ from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
-from ..job.errors import *
+from ..base.errors import *
 from ..job.callbacks import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
