@@ -23,6 +23,7 @@ def pytest_addoption(parser):
     parser.addoption('--shard', action='store_true', help='models in shards, wherever a test does not say; without the tests that are about replicas or start processes')
 
 def pytest_configure(config):
+    signal.signal(signal.SIGINT, signal.default_int_handler) # a shell's background ignores it, and so would the ranks in which a test presses Ctrl-C
     if not config.getoption('numprocesses', 0) or hasattr(config, 'workerinput'): # xdist's head runs no test
         for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks','distributed.fsdp','distributed.tensor'): import_module(f'torch.{o}') # DDP and shards import them when they are made, for two seconds; forked ranks have them then
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds', 'replicas: is about DDP, or does what a model in shards refuses'): config.addinivalue_line('markers', o)

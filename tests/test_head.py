@@ -461,8 +461,7 @@ acc.distribute(f)()
 @pytest.mark.parametrize('sig', [signal.SIGKILL,signal.SIGINT])
 def test_ranks_end_with_the_head(tmp_path, sig):
     "And while they run, none of their sockets can be reached from another machine"
-    fresh = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) # a job in a shell's background ignores it, and so would its children
-    p = subprocess.Popen([sys.executable, '-c', script, str(tmp_path)], stderr=subprocess.PIPE, text=True, preexec_fn=fresh)
+    p = subprocess.Popen([sys.executable, '-c', script, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     try:
         await_that(lambda: len(list(tmp_path.glob('[0-9]*')))==2 or p.poll() is not None, 60)
         pids = [int(o.name) for o in tmp_path.glob('[0-9]*')]

@@ -6,7 +6,6 @@ from learners import digits
 from fastdist import *
 from fastdist.base.errors import RankError
 from fastdist.job.fork import on_ranks
-from fastdist.comm import memory
 from fastdist.data import shuffle
 from fastdist.data.loader import StepDL,DistributedDL
 
@@ -69,14 +68,14 @@ def test_no_rank_holds_the_order():
 
 def test_ranks_of_several_nodes(monkeypatch, draws):
     def fn(rank):
-        monkeypatch.setattr(memory, 'node_key', lambda: 'ab'[rank>1])
+        monkeypatch.setattr(shuffle, 'node_key', lambda: 'ab'[rank>1])
         return epochs(loader(rank)),len(draws)
     res,counts = zip(*on_ranks(fn, 3))
     test_eq(counts, [2,0,2])
     check(res)
 
 def refuse(monkeypatch): resource.setrlimit(resource.RLIMIT_FSIZE, (n*4,n*4))
-def hide(monkeypatch): monkeypatch.setattr(memory.os, 'getpid', lambda pid=os.getpid(): 2**22+pid) # as seen from another namespace
+def hide(monkeypatch): monkeypatch.setattr(shuffle.os, 'getpid', lambda pid=os.getpid(): 2**22+pid) # as seen from another namespace
 def no_linux(monkeypatch): monkeypatch.delattr(os, 'memfd_create')
 
 @pytest.mark.parametrize('how', (refuse,hide,no_linux))

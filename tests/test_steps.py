@@ -1,5 +1,5 @@
 "All ranks save or stop at one step: asked for by any rank at any moment, by several at once, at any speed, with nothing exchanged in a quiet step"
-import faulthandler,io,os,pytest,random,signal,sys,threading,time
+import io,os,pytest,random,signal,threading,time
 from collections import Counter
 from contextlib import contextmanager,redirect_stderr
 from unittest import mock
@@ -175,7 +175,6 @@ def test_a_rank_killed_in_a_round(who): test_eq(on_ranks(partial(dies, who=who),
 
 def waits(rank):
     "The thread of rank 1 does not answer, so the others wait at their fence, until Ctrl-C ends rank 0"
-    faulthandler.dump_traceback_later(40, file=sys.__stderr__) # it stood still once beside other tests, and nobody knew where
     with agreeing(Notes,Watchdog) as (line,steps), redirect_stderr(io.StringIO()) as err:
         steps.begin_steps(0)
         line.part(Watchdog).notice = 1

@@ -37,6 +37,7 @@ class Division:
 # %% ../../nbs/203_data.deal.ipynb #5d2debb1
 class Deal:
     "Samples of each rank in an order of `n`, and weights of this rank's batches"
+    counted = True # whether `n` is a number of samples, so that it says which batch is ragged
     def __init__(self,
         ranks:Division, # Ranks that share the order
         n:int, # Samples in it; `None` if unknown
@@ -45,7 +46,7 @@ class Deal:
     ):
         self.ranks,self.n,self.bs,self.drop_last,self.each,self.g = ranks,n,bs,drop_last,bs or 1,(bs or 1)*ranks.size
         self.weights,self.totals = {},{}
-        if ranks.slicing and n and n%self.g: self.weigh(n//self.g, n%self.g)
+        if self.counted and ranks.slicing and n and n%self.g: self.weigh(n//self.g, n%self.g)
 
     @property
     def settings(self): return type(self),self.ranks,self.n,self.bs,self.drop_last
@@ -152,9 +153,10 @@ class StreamDeal(Deal):
 # %% ../../nbs/203_data.deal.ipynb #25086a18
 class BatchDeal(Deal):
     "`Deal` of whole batches of sizes `lens`; `n` is their number"
+    counted = False
     def __init__(self, ranks, n, bs=None, drop_last=False):
         super().__init__(ranks, n)
-        self.lens,self.weights,self.totals = [],{},{}
+        self.lens = []
 
     def of(self, batches):
         "Return the deal of the lists `batches`"
@@ -190,9 +192,10 @@ class BatchDeal(Deal):
 # %% ../../nbs/203_data.deal.ipynb #ec9ff052
 class GivenDeal(Deal):
     "`Deal` that the user's sampler makes: this rank has `n_own` batches, and knows nothing of others"
+    counted = False
     def __init__(self, ranks, n, bs=None, drop_last=False, n_own=0):
         super().__init__(ranks, n, bs, drop_last)
-        self.n_own,self.weights,self.totals = n_own,{},{}
+        self.n_own = n_own
     def n_batches(self, rank): return self.n_own
     def positions(self, rank): return None
     def gathered_order(self): return None

@@ -57,7 +57,7 @@ class TorchSource:
     ):
         self.dl = self.maker = dl
         self.deal,self.alone = deal,deal.ranks.alone
-        self.key = type(self),*(id(getattr(dl, k)) for k in [*_for_workers,'dataset','sampler','batch_sampler'])
+        self.key = type(self),deal.bs,deal.drop_last,*(id(getattr(dl, k)) for k in [*_for_workers,'dataset','sampler','batch_sampler'])
 
     def take_workers(self, old):
         "Use the loader of the source `old`, and its persistent data workers, unless their settings have changed"
@@ -211,7 +211,7 @@ class TorchStream(TorchSource):
     indexed = False
     def __init__(self, dl, deal):
         super().__init__(dl, deal)
-        self.sequence,self.key = type(dl.dataset).__name__,(*self.key,deal.bs,deal.drop_last)
+        self.sequence = type(dl.dataset).__name__
 
     def make(self):
         "Return a loader of slices with their sizes"

@@ -10,7 +10,7 @@ from fastai.callback.all import *
 from fastai.optimizer import *
 from fastdist import *
 from fastdist.train.gradients import each_step,local
-from fastdist.train import lists
+from fastdist.train import foreach
 from fastdist.train.foreach import *
 
 l2 = dict(wd=.1, decouple_wd=False)
@@ -103,7 +103,7 @@ def test_operations_are_as_many_for_any_number(f):
 def test_rates_that_stay_on_a_device(f, monkeypatch):
     "They are multiplied with a tensor that is added, not within the addition, which rounds once more"
     m,opt = run(f, never)
-    monkeypatch.setattr(lists, '_on_cpu', lambda t: False)
+    monkeypatch.setattr(foreach, '_on_cpu', lambda t: False)
     n,other = run(f, always)
     rates = [[tensor(s.get('local_lr', 0.)) for s in o.state.values()] for o in (opt,other)]
     for a,b in zip([*m.parameters(),*rates[0]], [*n.parameters(),*rates[1]], strict=True): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
