@@ -126,7 +126,7 @@ def blamed(
     job = first(o.job for o in learn._grab_cbs(DistributedTrainer))
     try: yield
     except BaseException as e:
-        if not job: raise
+        if not job or job.is_told(e): raise
         job.blame(e)
 
 # %% ../nbs/700_learner.ipynb #e09d256c

@@ -13,7 +13,7 @@ So what was opened is closed, in reverse order, whatever happens: if the rest ca
 __all__ = ['set_precision', 'LaunchPrecision', 'place_dls', 'place', 'loop_place', 'own_report', 'check_patience', 'Job']
 
 # %% ../../nbs/504_train.context.ipynb #7e96b993
-import torch
+import time,torch
 from contextlib import contextmanager,nullcontext
 from fastcore.all import *
 from fastai.basics import *
@@ -116,7 +116,7 @@ class Job:
     ):
         self.place = place if place_model else lambda learn, device: place_dls(learn.dls, device)
         self.learn,self.world,self.logger,self.helpers,self.member = learn,world,learn.logger,L(),Membership(world)
-        self.explain = noop # called with an error of this rank; may add a note to it
+        self.explain,self.begun = noop,time.monotonic_ns() # called with an error of this rank, may add a note to it; tells jobs apart
         self.live = self.line = None
         try:
             self._join(group_options(world, options.get('kwargs_handlers')), patience)
@@ -184,12 +184,29 @@ def blame(self:Job,
 ):
     "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
     cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.line is None else self.line.faults.cause(e)
-    if cause: raise cause from None
+    if cause: raise self._told(cause) from None
     self.explain(e)
     planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
     if self.line and not planned: self.line.faults.failed_here(e)
     if self.line and isinstance(e, Exception) and self.line.faults.as_rank0(): everywhere(e)
-    raise e
+    raise self._told(e)
+
+
+# %% ../../nbs/504_train.context.ipynb #a2aa362a
+@patch
+def _told(self:Job, e):
+    vars(e)['_told'] = self._now()
+    return e
+
+@patch
+def _now(self:Job): return self.begun,self.line and self.line.faults.generation
+
+@patch
+def is_told(self:Job,
+    e:BaseException # Caught on this rank
+)->bool:
+    "Return whether `blame` has raised `e`, and ranks have begun nothing together since then"
+    return vars(e).get('_told')==self._now()
 
 # %% ../../nbs/504_train.context.ipynb #816f8a98
 @patch

@@ -83,6 +83,7 @@ class WrapperCallback(LendingCallback):
     size,_through,_fitting,_lent = 1,None,False,('_with_events',)
 
     def wrap(self): "Make `_through`, which the forward pass goes through"
+    def give_up(self, e): "Forget the step that the error `e` of a fit has ended"
     def unwrap(self):
         "Forget `_through`"
         self._through = None
@@ -112,7 +113,7 @@ def _lend(self:WrapperCallback):
 
 @patch
 def _return(self:WrapperCallback):
-    self.unwrap()
+    if self._fitting: self.unwrap()
     super(WrapperCallback, self)._return()
     for o in self._give_way(): o._lend()
 
@@ -124,6 +125,9 @@ def _on_with_events(self:WrapperCallback, f, event_type, ex, final=noop):
     if event_type!='fit' or self._fitting: return run(self.learn, f, event_type, ex, final)
     self._fitting = True
     try: return run(self.learn, f, event_type, ex, final)
+    except BaseException as e:
+        self.give_up(e)
+        raise
     finally:
         self._fitting = False
         self.unwrap()

@@ -248,7 +248,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
     f = partial(self.agreement.settled, partial(self.agreement.to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or inner: return run(f, event_type, ex, final)
     place = partial(loop_place, self.learn)
-    with self.job.together(place, self._events.position), own_random(self.job.world.rank), self.evaluate.watching(), self._whole_again():
+    with self.job.together(place, self._events.position), own_random(self.job.world.rank), self.evaluate.watching(), self._whole_again(event_type):
         self.layout.renew(self.learn)
         check_alike(learner_facts(self.learn, event_type))
         self._events.vote = self.agreement.vote
@@ -269,17 +269,25 @@ def _hand_over(self:DistributedTrainer, phases, layout):
 
 @patch
 @contextmanager
-def _whole_again(self:DistributedTrainer):
-    "Restore the Learner after an error in this context"
+def _whole_again(self:DistributedTrainer, event_type):
+    "Restore the Learner after an error in this context, and end what no fit ends"
     learn,model = self.learn,self.learn.model
     try: yield
     except BaseException as e:
-        learn.model,self._fitting,self._dropped = model,False,_is_own(e) and any(map(_has_grad, learn.opt.all_params().itemgot(0) if learn.opt else []))
-        self.layout.give_up()
-        self.unwrap()
+        learn.model = model
+        if event_type!='fit': self.give_up(e)
         if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
         raise
-    finally: self._events.vote = None
+    finally:
+        self._events.vote = None
+        if event_type!='fit': self.unwrap()
+
+@patch
+def give_up(self:DistributedTrainer, e):
+    "Forget the step that the error `e` has ended: ranks were at different places in it"
+    if self.size==1: return
+    self._dropped = _is_own(e) and any(map(_has_grad, self.learn.opt.all_params().itemgot(0) if self.learn.opt else []))
+    self.layout.give_up()
 
 # %% ../../nbs/539_train.trainer.ipynb #a0d1f021
 def _is_own(e):
