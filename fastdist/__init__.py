@@ -77,7 +77,7 @@ Modules:
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.state.checkpoint`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
 - `fastdist.state.checkpoint_writer`: A thread that writes states beside the training, one at a time
-- `fastdist.state.chunks`: Torch's distributed checkpoint: each rank writes its rows, and each reads what it needs
+- `fastdist.state.dcp`: Rows of tensors in shards: each rank writes its own, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.fits`: A Learner counts its fits with a path, and each is described by what the script gives it
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
@@ -89,7 +89,7 @@ Modules:
 - `fastdist.state.resume`: Where a fit stands: done, cut off, or new; and how it goes on from a state
 - `fastdist.state.rewind`: Put back all objects that a Learner reaches, after a piece of training that was only tried
 - `fastdist.state.samples`: A few samples of each loader, read on every rank to be compared
-- `fastdist.state.serialize`: Nested values as what torch reads without pickle, many scalars as one tensor
+- `fastdist.state.serialize`: Nested values as JSON and named tensors, many scalars as one tensor
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.accumulate`: Several batches, one step of the optimizer, one exchange

@@ -7,8 +7,8 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.training import GradientAccumulation,GradientClip
 from fastdist import *
-from fastdist.state import checkpoint_writer,chunks,fits
-from fastdist.state.chunks import map_tensors
+from fastdist.state import checkpoint_writer,dcp,fits
+from fastdist.state.dcp import map_tensors,stored_tensors
 from collectives import counting
 from survive import *
 from test_resume_cost import messages
@@ -136,20 +136,23 @@ def test_ranks_hold_and_write_their_rows(tmp_path):
             return sum(ran.values()),snap['model']['weight'].to_local().shape,[len(local(o['grad_avg'])) for o in snap['opt']['state']]
     test_eq(on_ranks(run, 2, join=False), [(0,(2,8),[2,2]),(0,(1,8),[1,1])])
     state = States(tmp_path).newest()
-    test_eq({k:v['chunks'][1][:3] for k,v in state.chunks.index.items() if k!='model.bias'}, {f'{o}weight{k}':[2,1,'__1_0.distcp'] for o,k in
-        [('model.',''),*(('state.',f'.{k}') for k in ('grad_avg','sqr_avg'))]} | {f'state.bias.{k}':[2,1,'__1_0.distcp'] for k in ('grad_avg','sqr_avg')})
-    with open(state.path/'__1_0.distcp', 'r+b') as f: f.write(b'torn')
-    with pytest.warns(UserWarning, match='__1_0.distcp was changed after it was written'): assert States(tmp_path).newest() is None
+    own = 'shard-00002-model-00001-of-00001.safetensors'
+    held = [*(('model.',''),), *(('opt.state.',f'.{k}') for k in ('grad_avg','sqr_avg'))]
+    want = {f'{o}weight{k}':'float32 [1, 8] from [2, 0] of [3, 8]' for o,k in held} | {f'{o}bias{k}':'float32 [1] from [2] of [3]' for o,k in held}
+    test_eq(state.record['files'][own]['holds'], want)
+    test_eq({k:o for k,o in stored_tensors(state.path).items() if k in want}, {k:(torch.Size([3,8] if 'weight' in k else [3]),torch.float32) for k in want})
+    with open(state.path/own, 'r+b') as f: f.write(b'torn')
+    with pytest.warns(UserWarning, match=f'{own} was changed after it was written'): assert States(tmp_path).newest() is None
 
 def test_a_disk_that_one_rank_cannot_write_to(tmp_path):
     "The training goes on, the state before stays, and the next is written"
     def run(rank):
-        write,calls = chunks.write_chunks,[]
+        write,calls = dcp.write_shards,[]
         def hindered(folder, *args):
             calls.append(1)
-            if rank and len(calls)==2: (folder/'__1_0.distcp').mkdir()
+            if rank and len(calls)==2: (folder/'shard-00002-model-00001-of-00001.safetensors').mkdir()
             return write(folder, *args)
-        chunks.write_chunks = hindered
+        dcp.write_shards = hindered
         with warnings.catch_warnings(record=True) as ws:
             warnings.simplefilter('always') # or one that an earlier test has shown is not recorded
             fitted(tmp_path/'states', 0)

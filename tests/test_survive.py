@@ -149,7 +149,7 @@ def warned(rank, **kw):
 def test_a_torn_state_is_left_for_the_one_before(tmp_path, size):
     ended(tmp_path, size)
     newest = max((tmp_path/'states').glob('0*'))
-    os.truncate(newest/'learner.pt', (newest/'learner.pt').stat().st_size-7)
+    os.truncate(newest/'tensors.safetensors', (newest/'tensors.safetensors').stat().st_size-7)
     res,said = zip(*on_ranks(partial(warned, path=tmp_path, size=size, drop=False, every=1), size, join=False))
     test_eq([sum(f'{newest} is not complete' in o for o in texts) for texts in said], [1,0][:size])
     for a,b in zip(undisturbed(size, False), res): test_eq(differences(a, b, True), [])

@@ -111,6 +111,7 @@ class CheckpointedFit:
         "Note a step of the optimizer; write a state if one is due, and stop if that was asked for"
         fit,schedule = self.fit,self.schedule
         self.stepped,fit.steps = False,fit.steps+1
+        if schedule.writer.refused: schedule.writer.tell()
         what = schedule.asked_here() if schedule.agreement is None else schedule.asked_by_any()
         if what is None and self.every and fit.steps%self.every==0: what = 'save'
         if what=='save' and schedule.agreement is None and schedule.writer.busy: self.states.put_off()

@@ -5,7 +5,7 @@ A state of gigabytes takes seconds to write, and the training can go on meanwhil
 The tempting way is a daemon thread and a queue. Then a script that ends loses its last state, a slow disk lets states pile up in memory, and an error in the thread is a traceback that nobody sees.
 
 Here at most one thing is written at a time, the process waits for it before it ends, and errors have two ways to go: what the disk does is a warning, as a training of days must not end for a
-disk that is full, and any other error is raised in the main thread.
+disk that is full, and any other error is raised. Both by the main thread: a warning of another thread is lost where the main thread is within a `catch_warnings`, which is the whole process's.
 
 What is written is a copy, taken while training stands still. In shards each rank copies and writes its rows, and nothing is exchanged in these threads."""
 
@@ -36,7 +36,7 @@ def _step_back():
 
 class Writer:
     "Run one function at a time in a thread beside the training"
-    def __init__(self): self.thread,self.error,self.result,self.named = None,None,None,set()
+    def __init__(self): self.thread,self.error,self.refused,self.result,self.named = None,None,None,None,set() # errors that the main thread raises, and warns of
 
     @property
     def busy(self)->bool: return self.thread is not None and self.thread.is_alive()
@@ -44,18 +44,18 @@ class Writer:
     def _run(self, f):
         _step_back()
         try: self.result = f()
-        except OSError as e: self.tell(e)
+        except OSError as e: self.refused = e
         except BaseException as e: self.error = e
 
     def tell(self,
-        e:OSError # With the path
+        e:OSError=None # With the path; that of the last state by default, if there was one
     ):
         "Warn of `e`, once for each path"
-        if e.filename in self.named: return
+        e,self.refused = e or self.refused,None
+        if e is None or e.filename in self.named: return
         self.named.add(e.filename)
-        try: warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training goes on, and the states before stay. '
+        warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training goes on, and the states before stay. '
             'HINT: make room there or use another path; this is said once, and each later state is tried again')
-        except Warning as e: self.error = e # where warnings are errors
 
 # %% ../../nbs/413_state.checkpoint_writer.ipynb #4f82bce4
 @patch
@@ -64,6 +64,7 @@ def wait(self:Writer):
     if self.thread: self.thread.join()
     self.thread,e,self.error = None,self.error,None
     if e: raise e
+    self.tell()
     return self.result
 
 @patch
@@ -80,7 +81,7 @@ def start(self:Writer,
 # %% ../../nbs/413_state.checkpoint_writer.ipynb #4ca8bbb3
 class SharedFolder:
     "Folder of a state in shards, into which each rank writes its rows"
-    folder,left,chunks = None,False,None # where the state is written; whether any rank has gradients left; a copy of this rank's rows
+    folder,left,shards = None,False,None # where the state is written; whether any rank has gradients left; a copy of this rank's rows
     def __init__(self,
         fit:Fit, # Whose layout is in parts
         writer:Writer # Of this rank
@@ -101,7 +102,7 @@ class SharedFolder:
         state:dict # From `snapshot`, its parts 'model' and 'opt' at least
     )->dict:
         "Return `state` without the tensors in shards; copy this rank's rows, as all that a step changes, while training stands still"
-        state,self.chunks = self.fit.layout.files.apart(self.fit.learn, state, self.left)
+        state,self.shards = self.fit.layout.files.apart(self.fit.learn, state, self.left)
         return state
 
     def adding(self,
@@ -109,31 +110,30 @@ class SharedFolder:
     )->dict:
         "Return the arguments for `States.write` on rank 0"
         blind = [r for r,o in enumerate(ranks) if not o.pop('sees')]
-        return dict(into=self.folder.name, more=partial(self._more, blind, self.chunks))
+        return dict(into=self.folder.name, more=partial(self._more, blind, self.shards))
 
 # %% ../../nbs/413_state.checkpoint_writer.ipynb #ebcd0e9e
 @patch
-def _more(self:SharedFolder, blind, chunks, folder):
-    "Write this rank's part, wait for those of the others, and return what `States.write` adds to the state"
-    from fastdist.state.chunks import write_chunks,await_chunks,collect_chunks # what it imports of torch takes half a second
+def _more(self:SharedFolder, blind, shards, folder):
+    "Write this rank's part, wait for those of the others, and return the records of all"
+    from fastdist.state.dcp import write_shards,await_shards # what it imports of torch takes half a second
     why = 'does not see it, and in shards each rank writes its part; ranks on several nodes need a folder that all of them see'
     if blind: raise OSError(errno.ENOENT, f'rank {blind[0]} {why}', str(folder))
-    write_chunks(folder, 0, chunks)
+    write_shards(folder, 0, shards)
     line = self.fit.line
-    index,files = collect_chunks(folder, await_chunks(folder, self.fit.size, lambda: line.faults.failed or line.closed))
-    return dict(chunks=index),files
+    return await_shards(folder, self.fit.size, lambda: line.faults.failed or line.closed)
 
 @patch
 def write_rows(self:SharedFolder):
     "Start to write the rows of this rank, which is not rank 0"
     self.apart(snapshot(self.fit.learn, 'model', 'opt'))
     self.writer.wait()
-    self.writer.start(partial(self._write, self.folder, self.chunks))
+    self.writer.start(partial(self._write, self.folder, self.shards))
 
 @patch
-def _write(self:SharedFolder, folder, chunks):
-    from fastdist.state.chunks import write_chunks
-    with suppress(FileNotFoundError): write_chunks(folder, self.fit.rank, chunks) # rank 0 has given the state up, or this rank does not see the folder; both rank 0 says
+def _write(self:SharedFolder, folder, shards):
+    from fastdist.state.dcp import write_shards
+    with suppress(FileNotFoundError): write_shards(folder, self.fit.rank, shards) # rank 0 has given the state up, or this rank does not see the folder; both rank 0 says
 
 # %% ../../nbs/413_state.checkpoint_writer.ipynb #8298f15c
 _writers = {} # path -> its `Writer`
@@ -217,6 +217,6 @@ def _write(self:CheckpointWriter, now, more, ranks, about):
     self._name_unsaid(now)
     learner = taken(now)
     learner,added = (self.shared.apart(learner),self.shared.adding(ranks)) if self.shared else (learner,{})
-    parts = pack(dict(learner=learner|more), copy=True) | dict(ranks=ranks)
+    state = pack(learner|more, copy=True) | dict(ranks=ranks)
     label = f'fit{about["fit"]}-'+('end' if about['ended'] else f'epoch{about["epoch"]}-batch{about["batch"]}')
-    self.writer.start(partial(self.resume.states.write, about, parts, label, pinned=about['ended'], packed=True, **added))
+    self.writer.start(partial(self.resume.states.write, about, state, label, pinned=about['ended'], packed=True, **added))

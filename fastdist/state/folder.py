@@ -2,13 +2,15 @@
 
 A job that is killed goes on from the newest state on disk. It may be killed at any moment, while it writes that state too; the disk may be full, or gone; a file may have been cut off or changed since.
 
-The tempting way is one file under one name, written over each time, and `torch.load` in a `try`. Then a kill takes both states, and a file whose middle was lost may well load.
+One file under one name, written over each time, would lose both states with a kill. And a file whose middle was lost may well be read.
 
-Here each state is a folder of its own. It is written under another name, each file is on the disk before the next step is taken, and the last step gives the folder its name. Beside the files
-is `state.json`, which anybody can read: the position in the training, the versions, and of each file what is in it, its size and its checksum. What does not fit these is named, and never read.
+Here each state is a folder of its own. It is written under another name, each file is on the disk before the next step is taken, and the last step gives the folder its name. All in it can be read
+without fastdist, and none of it is a pickle: `state.json` says the position in the training, the versions, and of each file its size, its checksum and what it holds; `values.json` has all values but the tensors,
+which are in files of safetensors. What does not fit its record is named, and never read.
 
     run/000041-fit0-epoch2-batch40/state.json
-                                   learner.pt
+                                   values.json
+                                   tensors.safetensors
     run/000042-fit0-epoch2-batch80/...
 
 One job at a time owns the folder."""
@@ -23,53 +25,43 @@ import errno,json,os,re,shutil,socket,time,torch,zlib
 from contextlib import contextmanager,suppress
 from datetime import datetime
 from fcntl import flock,LOCK_EX,LOCK_NB
-from io import BufferedWriter,BytesIO,RawIOBase
-from pickle import UnpicklingError
 from uuid import uuid4
 from warnings import warn
+from safetensors import SafetensorError
+from safetensors.torch import load_file,save_file
 from fastcore.all import *
 from fastai.basics import *
 from ..base.at_fork import *
+from ..base.errors import *
 from ..job.world import own_version
-from .files import _fill,checksum
+from .files import _fill,record
 from .serialize import *
 
 # %% ../../nbs/408_state.folder.ipynb #111970fc
-class _Summed(RawIOBase):
-    "File that counts the bytes written to it, and their checksum"
-    def __init__(self, f): self.f,self.size,self.crc32 = f,0,0
-    def writable(self): return True
-    def write(self, b):
-        self.size += memoryview(b).nbytes
-        self.crc32 = zlib.crc32(b, self.crc32)
-        return self.f.write(b)
+def _shown(t): return f'{str(t.dtype).removeprefix("torch.")} {list(t.shape)}'
 
+def _sync(path):
+    "Wait until the contents of file `path`, or the names in folder `path`, are on the disk"
+    fd = os.open(path, os.O_RDONLY)
+    try: os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL,errno.ENOTSUP): raise # a file system that does this by itself
+    finally: os.close(fd)
 
-
-# %% ../../nbs/408_state.folder.ipynb #9973f460
-def _named(v, name=''):
-    "Return name -> value for what the packed dicts in `v` hold"
-    if type(v) is tuple and v[0]=='ordered': v = v[1][0]
-    if not isinstance(v, dict): return {name:v}
-    res = {}
-    for k,o in v.items(): res |= _named(o, f'{name}.{k}'.lstrip('.')) if type(o) in (dict,tuple) else {f'{name}.{k}'.lstrip('.'):o}
-    return res
-
-def _shown(v):
-    "Return a few words for the packed value `v`"
-    if isinstance(v, Tensor): return f'{str(v.dtype).removeprefix("torch.")} {list(v.shape)}'
-    if type(v) is tuple: return f'{v[0]}: {_shown(v[1])}'
-    return f'{len(v)} values' if isinstance(v, (list,dict)) else repr(v)[:60]
-
-def _listing(v, most=30):
-    "Return name -> description for the first `most` values that the packed value `v` holds"
-    found = _named(v)
-    res = {k:_shown(found[k]) for k in [*found][:most]}
-    left = len(found)-len(res)
-    return res | ({'...':f'{left} more'} if left else {})
+def _save(file, tensors):
+    "Write `tensors` to `file`, wait until they are on the disk, and return their record"
+    file.touch()
+    mode = file.stat().st_mode
+    try: save_file(tensors, file)
+    except SafetensorError as e:
+        if not (n := re.search(r'os error (\d+)', str(e))): raise
+        raise OSError(int(n[1]), os.strerror(int(n[1])), str(file)) from None
+    file.chmod(mode) # safetensors leaves it to its owner alone
+    _sync(file)
+    return record(file, {k:_shown(t) for k,t in tensors.items()})
 
 # %% ../../nbs/408_state.folder.ipynb #4ead78cb
-_format,_version = 1,own_version()
+_format,_version = 2,own_version()
 
 def _json(record):
     "Return the text of `state.json` for `record`, with its own checksum"
@@ -81,7 +73,7 @@ def _fault(file, want, sums=True):
     try:
         size = file.stat().st_size
         if size!=want['size']: return f'{file.name} has {size} bytes, and {want["size"]} were written'
-        return f'{file.name} was changed after it was written: its checksum differs' if sums and checksum(file)!=want['crc32'] else ''
+        return f'{file.name} was changed after it was written: its checksum differs' if sums and record(file)['crc32']!=want['crc32'] else ''
     except OSError as e: return f'{file.name}: {e.strerror}'
 
 def _faults(path, record, sums=True):
@@ -94,48 +86,27 @@ class State:
     def __init__(self, path, record): self.path,self.record,self.about,self.pinned = path,record,record['about'],record['pinned']
 
     def read(self,
-        name:str, # One of the `parts` that were written
-        whole:bool=True # Whether tensors are read; else those in chunks are `Stored`, and the others are mapped, which reads them when they are used
-    ): # As it was packed; tensors are on the CPU
-        "Return part `name`; raise `UnpicklingError` for a file that torch reads only by running code of its writer"
-        file = self.path/f'{name}.pt'
+        whole:bool=True # Whether the tensors are read that ranks in shards have written; else those are `Stored`
+    ): # As it was packed; tensors are on the CPU, mapped from the files
+        "Return the value that was written; raise `ValueError` for files that fastdist does not write"
         try:
-            res = unpack(torch.load(str(file), map_location='cpu', weights_only=True, mmap=not whole))
-            return self._filled(res) if whole else res
+            tensors = load_file(self.path/'tensors.safetensors')
+            res = from_json(json.loads((self.path/'values.json').read_text()), lambda k: tensors.get(k, Stored(k)))
+            return self._filled(res) if whole and len(self.record['files'])>2 else res
         except OSError: raise
-        except Exception as e: raise UnpicklingError(f'{file} is not what fastdist writes: it holds more than values, and was not read. '
-            f'HINT: if you do not know where it is from, do not load it by other means; remove {self.path} to go on from the state before') from None
+        except Exception as e: raise ValueError(f'{self.path} has files that fastdist does not write ({type(e).__name__}: {e}), and nothing of it was used. '
+            'HINT: remove it, to go on from the state before') from e
+
+    def _filled(self, v):
+        from fastdist.state.dcp import filled # what it imports of torch takes half a second
+        return filled(v, self.path)
 
     def __repr__(self): return f'State({str(self.path)!r})'
-
-# %% ../../nbs/408_state.folder.ipynb #e7ab08ce
-@patch(as_prop=True)
-def chunks(self:State):
-    "A `ChunkReader` of the tensors that ranks in shards have written, `None` where there are none"
-    index = self.path/'chunks.pt'
-    if not index.exists(): return
-    from fastdist.state.chunks import ChunkReader # what it imports of torch takes half a second
-    return ChunkReader(self.path, unpack(torch.load(index, weights_only=True)))
-
-@patch
-def _filled(self:State, v):
-    chunks = self.chunks
-    if chunks is None: return v
-    from fastdist.state.chunks import filled
-    return filled(v, chunks)
 
 # %% ../../nbs/408_state.folder.ipynb #a7a43381
 def temporary()->str:
     "Return a new name for a folder that is being written"
     return f'.tmp-{uuid4().hex[:8]}'
-
-def _sync(path):
-    "Wait until the names in folder `path` are on the disk"
-    fd = os.open(path, os.O_RDONLY)
-    try: os.fsync(fd)
-    except OSError as e:
-        if e.errno not in (errno.EINVAL,errno.ENOTSUP): raise # a file system that does this by itself
-    finally: os.close(fd)
 
 class States:
     "A folder of states at `path`, of which the newest `keep` stay, and the newest ten of those that are pinned"
@@ -144,8 +115,7 @@ class States:
         path, # Folder; made by the first `write`
         keep:int=2 # 1 or more
     ):
-        self.path,self.keep,self.torn = Path(path),max(keep, 1),{}
-        torch.save(None, BytesIO()) # it imports modules, which a process that is forked meanwhile would wait for
+        self.path,self.keep,self.torn = Path(path),max(keep, 1),{} # folder that is not read -> whether a state was to be in it
 
     def _paths(self):
         "Return serial -> folder of each state, complete or not, from the newest on"
@@ -156,32 +126,32 @@ class States:
 # %% ../../nbs/408_state.folder.ipynb #04033a78
 @patch
 def _record(self:States, path):
-    "Return what `state.json` in `path` says, `None` after a warning if it cannot be used"
+    "Return what `state.json` in `path` says, in whatever format, and `None` after a warning if it cannot be used"
     try: record = json.loads((path/'state.json').read_text())
     except FileNotFoundError: return self._skip(path, 'state.json is missing') if path.exists() else None
     except OSError as e: return self._skip(path, f'state.json: {e.strerror}')
     except ValueError: return self._skip(path, 'state.json is empty or cut off')
-    if not isinstance(record, dict) or record.get('format')!=_format: return self._skip(path, '', record)
+    if not isinstance(record, dict) or 'format' not in record: return self._skip(path, 'state.json is not of fastdist', False)
+    if record['format']!=_format: return record
     if record.pop('checksum', None)!=zlib.crc32(json.dumps(record).encode()): return self._skip(path, 'state.json was changed after it was written')
     return record
 
 @patch
-def _skip(self:States, path, why, record=None):
-    "Warn once that the state in `path` is not used"
-    self.torn[path] = bool(why)
-    if why: return warn(f'The state in {path} is not complete and is not read: {why}. HINT: nothing is to be done, the newest complete state is used')
-    form,by = (record.get(o) for o in ('format','fastdist')) if isinstance(record, dict) else (None,None)
-    warn(f'The state in {path} is not read: its state.json has format {form!r}, written by fastdist {by}, and fastdist {_version} reads format {_format}. '
-        'HINT: go on with the fastdist that wrote it, or use another path')
+def _skip(self:States, path, why, ours=True):
+    "Warn once that the state in `path` is not used, and note whether it is `ours`, to be removed"
+    self.torn[path] = ours
+    warn(f'The state in {path} is not complete and is not read: {why}. HINT: nothing is to be done, the newest complete state is used')
 
 # %% ../../nbs/408_state.folder.ipynb #d562dfad
 @patch
 def find(self:States,
     test:callable # Called with the `about` of a state
 )->State: # `None` if there is none
-    "Return the newest state that is complete and whose `about` passes `test`; warn once of each that is not complete"
+    "Return the newest state that is complete and whose `about` passes `test`; warn once of each that is not complete, raise `ResumeError` for one in another format"
     for path in self._paths().values():
         record = None if path in self.torn else self._record(path)
+        if record and record['format']!=_format: raise ResumeError(path, f'format {record["format"]!r}, written by fastdist {record.get("fastdist")}, and fastdist {_version} reads format {_format}',
+            'go on with the fastdist that wrote it, or use another path')
         if not record or not test(record['about']): continue
         why = _faults(path, record)
         if not why: return State(path, record)
@@ -193,22 +163,16 @@ def newest(self:States)->State: # `None` if there is none
     return self.find(lambda about: True)
 
 # %% ../../nbs/408_state.folder.ipynb #93bc8c67
-def _put(file, v):
-    "Write the packed value `v` to `file`, and return its record"
-    sums = []
-    def put(f):
-        sums.append(_Summed(f))
-        with BufferedWriter(sums[0], 2**20) as b: torch.save(v, b) # of hundreds of small pieces
-    _fill(file, put)
-    return dict(size=sums[0].size, crc32=sums[0].crc32, holds=_listing(v))
+def _write(file, tree):
+    "Write `tree` as JSON to `file`, and return its record"
+    _fill(file, lambda f: f.write(json.dumps(tree, allow_nan=False).encode()))
+    return record(file)
 
-def _fill_state(tmp, about, parts, pinned, more):
-    "Write `parts`, what `more` writes and their record to folder `tmp`, and return the record"
+def _fill_state(tmp, about, v, pinned, more):
+    "Write the packed value `v`, what `more` writes and their record to folder `tmp`, and return the record"
     tmp.mkdir(exist_ok=True)
-    files = {f'{k}.pt':_put(tmp/f'{k}.pt', v) for k,v in parts.items()}
-    if more:
-        added,others = more(tmp)
-        files |= {f'{k}.pt':_put(tmp/f'{k}.pt', pack(v)) for k,v in added.items()} | others
+    tree,tensors = to_json(v)
+    files = {'values.json':_write(tmp/'values.json', tree), 'tensors.safetensors':_save(tmp/'tensors.safetensors', tensors)} | (more(tmp) if more else {})
     now = datetime.now().astimezone().isoformat(timespec='seconds')
     text = _json(dict(format=_format, fastdist=_version, torch=torch.__version__, time=now, pinned=pinned, about=about, files=files))
     _fill(tmp/'state.json', lambda f: f.write(text.encode()))
@@ -219,12 +183,12 @@ def _fill_state(tmp, about, parts, pinned, more):
 @patch
 def write(self:States,
     about:dict, # Position and what else identifies the state, which JSON can write
-    parts:dict, # Name -> value that `check_plain` passes
+    v, # A value that `check_plain` passes
     label:str, # For the name of the folder, such as 'fit0-epoch2-batch40'
     pinned:bool=False, # Whether it stays beside the newest, as the end of a fit does
-    packed:bool=False, # Whether `parts` comes from `pack`
+    packed:bool=False, # Whether `v` comes from `pack`
     into:str=None, # Name for the folder while it is written, which other ranks write to as well; from `temporary`
-    more:callable=None # Called with that folder when `parts` are in it; returns more parts, and name -> record of files that it found or wrote there
+    more:callable=None # Called with that folder when `v` is in it; returns name -> record of files that others have written there
 )->State:
     "Write a state and remove old ones; raise `OSError`, with `path` in it, where the disk does not take it"
     if Path(label).name!=label: raise ValueError(f'You set label={label!r}, which is no name of a folder')
@@ -233,13 +197,13 @@ def write(self:States,
         self.path.mkdir(parents=True, exist_ok=True)
         for o in self.path.glob('.tmp-????????'):
             if o!=tmp: shutil.rmtree(o, ignore_errors=True)
-        return self._write(tmp, f'{max(self._paths(), default=0)+1:06d}-{label}', about, parts if packed else pack(parts), pinned, more)
+        return self._named(tmp, f'{max(self._paths(), default=0)+1:06d}-{label}', about, v if packed else pack(v), pinned, more)
     except OSError as e: raise OSError(e.errno, e.strerror or str(e), str(self.path)) from e
     finally: shutil.rmtree(tmp, ignore_errors=True)
 
 @patch
-def _write(self:States, tmp, name, about, parts, pinned, more):
-    res = State(self.path/name, _fill_state(tmp, about, parts, pinned, more))
+def _named(self:States, tmp, name, about, v, pinned, more):
+    res = State(self.path/name, _fill_state(tmp, about, v, pinned, more))
     os.rename(tmp, res.path)
     _sync(self.path)
     self._prune()
@@ -252,15 +216,16 @@ def _remove(path):
     os.rename(path, tmp)
     shutil.rmtree(tmp, ignore_errors=True)
 
-def _is_ours(path): return path.is_dir() and all(o.name in ('state.json','.metadata') or o.suffix in ('.pt','.distcp') for o in path.iterdir())
+def _is_ours(path): return path.is_dir() and all(o.suffix in ('.json','.safetensors') for o in path.iterdir())
 
 @patch
 def _prune(self:States):
     "Remove the states that neither are among the newest nor pinned, and those that are torn"
     records = {p:self._record(p) for p in self._paths().values() if p not in self.torn}
-    mine = {p:r for p,r in records.items() if r and not _faults(p, r, sums=False)}
+    others = {p for p,r in records.items() if r and r['format']!=_format}
+    mine = {p:r for p,r in records.items() if r and p not in others and not _faults(p, r, sums=False)}
     stay = {*list(mine)[:self.keep], *[p for p,r in mine.items() if r['pinned']][:max(self.keep, self.pins)]}
-    torn = [p for p in self._paths().values() if p not in mine and self.torn.get(p, True) and _is_ours(p)]
+    torn = [p for p in self._paths().values() if p not in mine and self.torn.get(p, p not in others) and _is_ours(p)]
     for p in [*(mine.keys()-stay), *torn]: _remove(p)
 
 # %% ../../nbs/408_state.folder.ipynb #7a7a4244

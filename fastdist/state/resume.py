@@ -111,7 +111,7 @@ class Resume:
         was,here = state.about['facts'],state.about['fit']==fit.number
         check_same_training(was if here else self.facts|dict(model=was['model']), self.facts, fit.size, state.path, done)
         if here: self._name_edits(was, done)
-        read = dict(record=state.record) if fit.layout.gathers else {k:state.read(k) for k in ('learner','ranks')}
+        read = dict(record=state.record) if fit.layout.gathers else self._parts(state)
         return dict(done=done, path=str(state.path), about=state.about, **read)
 
     def _nearest(self, newest):
@@ -121,10 +121,11 @@ class Resume:
 # %% ../../nbs/412_state.resume.ipynb #253dbd3a
 @patch
 def _parts(self:Resume, state):
-    "Return what this rank in shards reads itself"
-    try: return {k:state.read(k, whole=False) for k in ('learner','ranks')}|dict(chunks=state.chunks)
+    "Return what `state` has of the Learner and of each rank; in shards this rank reads it itself, but for tensors in shards"
+    try: learner = state.read(whole=not self.fit.layout.gathers)
     except FileNotFoundError:
         raise ResumeError(state.path, f'files that rank {self.fit.rank} does not see', 'in shards each rank reads its part, so ranks on several nodes need a folder that all of them see') from None
+    return dict(ranks=learner.pop('ranks'), learner=learner)
 
 @patch
 def announce(self:Resume):
@@ -148,7 +149,7 @@ def put_back(self:Resume):
     in_parts = fit.layout.gathers
     state = p['learner']|dict(left=left_in(p['learner'], [] if mine and not in_parts else p['ranks'], whole=not in_parts))
     if p['about']['facts'].get('metrics')!=self.facts['metrics']: state |= dict(metrics=[]) # a done fit's, and other metrics are here
-    if in_parts: state = fit.layout.files.rejoined(fit.learn, state, p['chunks'])
+    if in_parts: state = fit.layout.files.rejoined(fit.learn, state, Path(p['path']))
     put_back(fit.learn, state, mine, p['path'])
     fit.steps,self.before = p['about']['steps'],p['learner']['before']
     if not p['done']: fit.layout.settle(p['learner']['buckets'])

@@ -111,7 +111,7 @@ def apart(self:LayoutFiles,
     learn:Learner, # In the layout
     state:dict, # From `snapshot`, its parts 'model' and 'opt' at least
     left=False # Whether gradients that no step has used are part of the state
-)->tuple: # `state` for a file, and name -> `Chunk` that this rank writes beside it
+)->tuple: # `state` for a file; name -> tensor that this rank writes beside it, and a copy of its rows
     "Take out of `state` what each rank has its rows of"
     return state,{}
 
@@ -119,7 +119,7 @@ def apart(self:LayoutFiles,
 def rejoined(self:LayoutFiles,
     learn:Learner, # In the layout
     state:dict, # From a file
-    read:callable # Reads rows of the tensors beside it
+    folder # Of that file
 )->dict: # For `restore`
     "Return `state` with tensors as this rank has them"
     return state

@@ -165,10 +165,10 @@ def apart(self:ShardFiles, learn, state, left=False):
     return take_apart(learn, state, left, self.unsynced() if left else None)
 
 @patch
-def rejoined(self:ShardFiles, learn, state, read):
+def rejoined(self:ShardFiles, learn, state, folder):
     "Return `state` with this rank's rows of what is in shards"
     self.models.rest()
-    res = rejoin(learn, state, read)
+    res = rejoin(learn, state, folder)
     grads = {learn.model.get_parameter(n):g for n,g in res['unsynced'].items()}
     if grads:
         with exchange('gradients that are to be exchanged'): self.models[learn.model].set_unsynced(grads)
