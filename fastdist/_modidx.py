@@ -360,6 +360,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastdist/comm/faults.py'),
                                       'fastdist.comm.faults.Faults.renew': ('comm.faults.html#faults.renew', 'fastdist/comm/faults.py'),
                                       'fastdist.comm.faults.Faults.shield': ('comm.faults.html#faults.shield', 'fastdist/comm/faults.py'),
+                                      'fastdist.comm.faults.Faults.shown_by': ( 'comm.faults.html#faults.shown_by',
+                                                                                'fastdist/comm/faults.py'),
                                       'fastdist.comm.faults.Faults.tell_error': ( 'comm.faults.html#faults.tell_error',
                                                                                   'fastdist/comm/faults.py'),
                                       'fastdist.comm.faults.Faults.tell_stuck': ( 'comm.faults.html#faults.tell_stuck',

@@ -252,14 +252,21 @@ def _next(self:Faults):
     self.generation += 1
     if self.heard_of and self.heard_of[1]<self.generation: self.trouble = self.heard_of = None
     self.was_cut = bool(self.trouble) and self.was_cut
-    self.failed,self.errors = False,{}
+    err = self.heard_of and self.heard_of[0] # of the new generation, which another rank has begun before
+    self.failed,self.errors = False,{err.rank:_last_line(err.msg)} if err else {}
 
 # %% ../../nbs/105_comm.faults.ipynb #51a53735
+@patch
+def shown_by(self:Faults)->int: # A rank; on all ranks the same
+    "Return the rank that shows the error: rank 0 where it has the same, else the first that failed"
+    own,first = self.errors.get(self.control.rank),(self.trouble.rank or 0) if self.trouble else self.control.rank
+    return 0 if own and own==self.errors.get(0 if self.control.rank else first) else first
+
 @patch
 def _before_close(self:Faults):
     "Wait until the rank that shows the error has left, and one second more"
     c,self.armed = self.control,False
-    shows = 0 if self.as_rank0(0) else (self.trouble.rank or 0) if self.trouble else c.rank
+    shows = self.shown_by()
     if shows==c.rank: return
     killed = self.heard_of and self.heard_of[1]==math.inf
     with c.news: killed or c.news.wait_for(lambda: shows in c.left, 10)
