@@ -3,7 +3,7 @@
 A training function needs two things of its surroundings: that there are ranks, and in each rank somebody who wraps the model and shares out the data. They live in different
 libraries. What starts ranks loses what they trained; what wraps a model has to be started from outside.
 
-The tempting way is to send the function to the ranks, and to return what it returns. But a user who trains a Learner on four ranks wants this Learner trained, and one who starts the same script with torchrun
+To send the function to the ranks and to return what it returns is half of it. A user who trains a Learner on four ranks wants this Learner trained, and one who starts the same script with torchrun
 has the ranks already.
 
 So one call, `distribute`, makes of a function one that runs on all ranks, wherever they come from, and what it trains is trained afterwards in the head. In a rank the same object is Accelerate's own."""

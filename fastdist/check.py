@@ -3,7 +3,7 @@
 `fastdist-check` trains a small Learner where the real one will be trained, and compares what is known beforehand with what it finds: the ranks, what collectives return, that all ranks end with the
 same bits, and that these are what one process computes. It measures bandwidth and step time, and passes no verdict on them.
 
-The tempting way to write such a command is a script that prints as it goes. On several ranks the lines mix, an error on one rank ends all of them before rank 0 has said anything, and
+A script that prints as it goes is not enough. On several ranks the lines mix, an error on one rank ends all of them before rank 0 has said anything, and
 a rank that hangs is seen by nobody.
 
 So rank 0 prints, each finding as soon as it is known. An error anywhere and a rank that stands still become a finding too. Where something is wrong the report says what was found and what to do,

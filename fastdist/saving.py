@@ -1,6 +1,6 @@
 """Files written once for all ranks, and read by any fastai
 
-On several ranks, the tempting way is to save on rank 0 and to put a barrier behind it. When rank 0 finds the disk full, the others wait at the barrier until the
+On several ranks, many save on rank 0 and put a barrier behind it. When rank 0 finds the disk full, the others wait at the barrier until the
 timeout; when a single rank loads, it waits too. And an export inside the context contains the callbacks and the methods that fastdist adds to the Learner, so reading it
 needs fastdist.
 

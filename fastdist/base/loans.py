@@ -2,7 +2,7 @@
 
 A context gives a Learner, a module or an optimizer a method that is not its own, and has to take it back, whatever happens inside.
 
-The tempting way is `old,o.f = o.f,mine` and `o.f = old` in a `finally`. But `o.f` may come from the class of `o`. What is put back then is one more attribute of `o`, which hides the method of the class from then on and is pickled
+Written by hand that is `old,o.f = o.f,mine` and `o.f = old` in a `finally`, and it is wrong where nobody looks: `o.f` may come from the class of `o`. What is put back then is one more attribute of `o`, which hides the method of the class from then on and is pickled
 with `o`. And where somebody else has put a method over ours inside, it is lost.
 
 So a loan knows whether the attribute was there. It ends where ours is still on the object, the latest loan first: then the attribute that was there comes back, or there is none."""

@@ -2,7 +2,7 @@
 
 Python runs the handler of a signal in the main thread, between two instructions, and what the handler raises is raised there: as with Ctrl-C, a thread can so end a wait of the main thread.
 
-The tempting way is to take a signal and never to give it back. But a user's script, or a library in C, may have a handler of that signal too, and each data worker that is forked later inherits ours.
+A handler is installed in one line, and seldom given back. But a user's script, or a library in C, may have a handler of that signal too, and each data worker that is forked later inherits ours.
 
 So our handler stands above the one that is there, which gets each signal that is not ours, and which is put back in the end, also in a forked child. Where a user has installed another one since, that stays."""
 

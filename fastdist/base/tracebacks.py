@@ -3,7 +3,7 @@
 An error in a callback or a model has sixty lines of traceback, and six of them are the user's: between the script's `fit` and the callback lie fastai's events, the launcher and
 torch. Each rank that fails prints as many, in one terminal.
 
-The tempting way is to cut: the last lines only, or no libraries. But the line that tells why may be anywhere, and the run that would show it again took a night.
+To cut helps little, be it to the last lines or to no libraries: the line that tells why may be anywhere, and the run that would show it again took a night.
 
 So frames of the libraries that stand between a script and its own functions shrink to places, file and line, and nothing else changes: the user's frames in full, the last
 frames in full whoever they belong to, causes, contexts, notes and groups as Python shows them. `FASTDIST_TRACEBACK=full` shows every frame in full. Of an error that several

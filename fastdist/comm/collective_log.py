@@ -3,7 +3,7 @@
 A collective pairs the $k$-th call of one rank with the $k$-th call of every other. It does not look at what is called. A rank that predicts while the others train sends the order of its
 data where they expect gradients: both wait for ever, or both go on with garbage.
 
-The tempting way is to let each rank say beforehand what it is about to exchange, and to compare. That doubles the number of exchanges.
+If each rank said beforehand what it is about to exchange, they could compare. That doubles the number of exchanges.
 
 Here each rank counts its exchanges and knows the name of the one it is in. It sends nothing of this while all goes well. When a wait exceeds a second, the rank reports number and name over its
 control connection, and rank 0 compares: the $k$-th exchange of two ranks has one name, or the ranks run different code."""

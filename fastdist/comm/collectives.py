@@ -2,7 +2,7 @@
 
 A collective is a promise: every rank calls it, in the same order. A caller that asks first whether there are ranks, whether the shapes fit and where the tensor lies breaks the promise easily.
 
-The tempting way is to call `torch.distributed` where it is needed. In one process that is an error, where the group was not made too, and rows of unequal number hang or crash.
+Called where they are needed, those of `torch.distributed` are an error in one process, an error where the group was not made, and rows of unequal number hang or crash.
 
 The functions here follow three rules. In one process they are the identity, so no caller asks how many ranks there are. Where there should be a group and none is they raise, because
 the identity would be N silently different answers. And the first dimension of tensors may differ between ranks: lengths are exchanged first, then the data in one padded all-gather."""

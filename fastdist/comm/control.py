@@ -3,7 +3,7 @@
 A job's ranks wait for each other in every step. When one of them fails, is killed or gets stuck, the others do not fail: they wait, thirty minutes by default, and then
 print a timeout that names nobody.
 
-The tempting way is to ask before each step whether all are well. That costs a round trip in each step, and does not help a rank that waits already.
+Ranks could ask each other before each step whether all are well. That costs a round trip in each step, and does not help a rank that waits already.
 
 So the ranks have a second connection beside the process group, a star of plain sockets with rank 0 in the middle, and on each rank a thread that sleeps until a message comes. In a step there
 is nothing to pay. This room connects the ranks, carries their messages and closes the connection. All else are parts, objects that are made with it and handle messages of their own: `comm.faults` has the errors of one rank, `comm.vote` decisions that

@@ -2,7 +2,7 @@
 
 A rank that fails leaves the others in a collective that never ends. At most they learn that a connection broke, which happens to all of them and does not show the cause.
 
-The tempting way is to catch the error and to tell the others in a collective of its own. But they are in another one.
+It cannot tell them in a collective: they are in another one.
 
 So the error travels over the control connection, with its traceback. A rank that is killed tells it too, since the kernel closes its sockets. The thread of each other rank interrupts the
 main thread with a signal, as Ctrl-C would, and aborts the process group, so that a collective in which the main thread waits ends.

@@ -2,7 +2,7 @@
 
 A job stands still, or seems to. The watchdog will speak when its patience is over; somebody who looks at the job does not want to wait for that, and does not want to stop it either.
 
-The tempting way is a debugger that is attached to each process. It needs a login on each node and a right that containers do not have, and shows one rank at a time: none says which rank the others wait for.
+A debugger could be attached to each process. It needs a login on each node and a right that containers do not have, and shows one rank at a time: none says which rank the others wait for.
 
 So any rank can be asked, by `SIGUSR2` or by `fastdist-check --job` on its node. Its control thread asks rank 0's, which asks all. The control thread of each rank answers for its main thread, wherever that is: the
 exchange that it waits in, its phase, epoch and batch, its stack. Rank 0 makes one report of the answers, after two seconds at most, and the process that was asked shows it. A rank whose thread cannot answer, since its

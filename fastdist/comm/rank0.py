@@ -2,7 +2,7 @@
 
 A download, a vocabulary, a file: some work is to be done once, and the other ranks need its result.
 
-The tempting way to let rank 0 go first is a barrier. But a barrier is a collective with a timeout, and a download can take longer than that;
+A barrier lets rank 0 go first. But a barrier is a collective with a timeout, and a download can take longer than that;
 it needs a process group, and a download often comes before there is one; and when rank 0 fails, the others wait for it until the timeout.
 
 Here rank 0 leaves a note when it is done, in the store where the ranks met or over the control connection. The others wait for the note, which says how it went. After `rank0_first` all

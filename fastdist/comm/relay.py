@@ -3,7 +3,7 @@
 Rank 0 stands in the middle of the star, so its work grows with the number of ranks: it has two sockets for each, reads a vote of each before it can answer any, and writes an error as often as
 there are ranks. At 512 ranks its sockets alone reach the usual limit of 1,024 open files.
 
-The tempting way is a tree of any depth, in which each rank talks to its neighbours only. Each level adds a place where a rank can die between a message and the one it is for.
+In a tree of any depth each rank talks to its neighbours only. Each level adds a place where a rank can die between a message and the one it is for.
 
 So there is one level more, and only in jobs of many ranks on several nodes. The first rank of each node listens as rank 0 does, on the loopback interface, and the other ranks of its node connect to it
 instead of to rank 0. It passes messages on in both directions, over its own connection to rank 0, and votes for its node:

@@ -2,7 +2,7 @@
 
 A job has printed nothing for an hour. Whoever looks at it wants to know where its ranks stand, and must not disturb them.
 
-The tempting way is a Python handler of a signal. Python runs it in the main thread when that is back from C code, and the rank that one wants to know about waits in a collective and does not come back.
+A signal reaches a process from outside. But Python runs its handler in the main thread when that is back from C code, and the rank that one wants to know about waits in a collective and does not come back.
 
 So two things can be asked that need no main thread. `SIGUSR2` writes a byte into a socket at once, from the C code of Python's own handler, and a thread that reads the socket wakes up. And each process that can
 be asked listens at a local socket whose name says user, job, rank and process. The kernel forgets the name when the process ends, however it ends: there is no file that could be stale, and none to remove."""
@@ -34,43 +34,37 @@ class ReportSignal:
         if self.wake and now!=self.wake.fileno():
             with suppress(OSError): self.wake.send(bytes([signum]))
 
+    def install(self):
+        "Install the handler, in the main thread and unless there is another one"
+        if self.wake or not self.handler.install(): return
+        close_in_child(self, ReportSignal._close)
+        self.woken,self.wake = socket.socketpair()
+        for o in (self.woken,self.wake): o.setblocking(False)
+        signal.siginterrupt(signal.SIGUSR2, False)
+        self.below = _swap_fd(self.wake.fileno())
+
+    def take(self)->bool:
+        "Return whether the signal came since the last call; pass all signals on to the descriptor that was set before"
+        data = b''
+        with suppress(OSError, AttributeError): data = self.woken.recv(4096)
+        if data and self.below>=0:
+            with suppress(OSError): os.write(self.below, data)
+        return signal.SIGUSR2 in data
+
+    def uninstall(self):
+        "Undo `install`; a handler that was installed since stays"
+        if not self.wake or not in_main_thread(): return
+        self.handler.uninstall()
+        now = _swap_fd(-1)
+        self._close(self.below if now==self.wake.fileno() else now)
+
+    def _close(self, below=-1):
+        if not self.wake: return
+        _swap_fd(below)
+        for o in (self.woken,self.wake): o.close()
+        self.woken = self.wake = None
+
 def _swap_fd(fd): return signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-
-# %% ../../nbs/114_comm.requests.ipynb #df3554e9
-@patch
-def install(self:ReportSignal):
-    "Install the handler, in the main thread and unless there is another one"
-    if self.wake or not self.handler.install(): return
-    close_in_child(self, ReportSignal._close)
-    self.woken,self.wake = socket.socketpair()
-    for o in (self.woken,self.wake): o.setblocking(False)
-    signal.siginterrupt(signal.SIGUSR2, False)
-    self.below = _swap_fd(self.wake.fileno())
-
-@patch
-def take(self:ReportSignal)->bool:
-    "Return whether the signal came since the last call; pass all signals on to the descriptor that was set before"
-    data = b''
-    with suppress(OSError, AttributeError): data = self.woken.recv(4096)
-    if data and self.below>=0:
-        with suppress(OSError): os.write(self.below, data)
-    return signal.SIGUSR2 in data
-
-# %% ../../nbs/114_comm.requests.ipynb #ffdda9e8
-@patch
-def uninstall(self:ReportSignal):
-    "Undo `install`; a handler that was installed since stays"
-    if not self.wake or not in_main_thread(): return
-    self.handler.uninstall()
-    now = _swap_fd(-1)
-    self._close(self.below if now==self.wake.fileno() else now)
-
-@patch
-def _close(self:ReportSignal, below=-1):
-    if not self.wake: return
-    _swap_fd(below)
-    for o in (self.woken,self.wake): o.close()
-    self.woken = self.wake = None
 
 # %% ../../nbs/114_comm.requests.ipynb #7fd8aa8a
 def _job_key(w):
@@ -94,25 +88,23 @@ class LocalServer:
         try: self.sock.bind(f'\0fastdist/{os.geteuid()}/{_job_key(world)}/{world.rank}/{world.size}/{os.getpid()}') or self.sock.listen(8)
         except OSError: self.close() # another Learner of this process has it
 
+    def accept(self)->list: # Of sockets
+        "Return the connections that came since the last call"
+        res = []
+        with suppress(OSError):
+            while self.sock and len(res)<8:
+                conn,_ = self.sock.accept()
+                conn.settimeout(1)
+                if _peer(conn)[1] in (os.geteuid(),0): res.append(conn)
+                else: conn.close()
+        return res
+
+    def close(self):
+        "Close the socket, and with it its name"
+        if self.sock: self.sock.close()
+        self.sock = None
+
 # %% ../../nbs/114_comm.requests.ipynb #773e8497
-@patch
-def accept(self:LocalServer)->list: # Of sockets
-    "Return the connections that came since the last call"
-    res = []
-    with suppress(OSError):
-        while self.sock and len(res)<8:
-            conn,_ = self.sock.accept()
-            conn.settimeout(1)
-            if _peer(conn)[1] in (os.geteuid(),0): res.append(conn)
-            else: conn.close()
-    return res
-
-@patch
-def close(self:LocalServer):
-    "Close the socket, and with it its name"
-    if self.sock: self.sock.close()
-    self.sock = None
-
 def reply(
     conn:socket.socket, # As from `LocalServer.accept`
     text:str # The report

@@ -3,7 +3,7 @@
 After `set_seed` all ranks have the same random state. For the order of the data that is right: a shuffle must come out alike. For augmentation and dropout it is wrong:
 N ranks that flip and drop alike have N times the batch and the randomness of one.
 
-The tempting way is to add the rank to the seed at the start. Then the model starts differently on each rank, random splits differ, and so do the shuffles.
+If the rank is added to the seed at the start, they do. But then the model starts differently on each rank, random splits differ, and so do the shuffles.
 
 So the state forks for the time of a fit: rank 0 goes on as one process would, the others get streams of their own, derived from their state and rank, so that everything
 repeats from the seed. Data workers take their seeds from these streams. The order is drawn from rank 0's state, which the other ranks

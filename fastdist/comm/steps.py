@@ -2,7 +2,7 @@ r"""The step at which all ranks save or stop, agreed on with nothing exchanged i
 
 A signal to stop comes to one rank, at any moment, and a clock says on another that it is time for a checkpoint. All ranks have to do it, after the same step.
 
-The tempting way is an all-reduce of a flag in each step. It costs a round trip in each of a million steps, for one answer that is yes. The other tempting way is a message: stop at step 1000. It may arrive at 1001.
+An all-reduce of a flag costs a round trip in each of a million steps, for one answer that is yes. A message costs nothing and says: stop at step 1000. It may arrive at 1001.
 
 So ranks count their steps, and put up a fence before the step is chosen. When a rank asks, rank 0 tells all. The thread of each rank, not its main thread, sets a fence two steps ahead, past which its
 main thread does not go before it knows more, and answers with it. The step for all is the largest of these fences, $\max_r(s_r+2)$: no rank is past it, and none can pass it without having heard. Until somebody asks,

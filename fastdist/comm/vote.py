@@ -2,7 +2,7 @@
 
 A callback stops the training on one rank, since a loss is not finite there. The others go on, and wait for a rank that does not come.
 
-The tempting way is an all-reduce of a flag in each step. With NCCL that waits for the GPU, with gloo it wakes two more threads on each rank, and in both it may meet a collective that another rank
+An all-reduce of a flag does it, in each step. With NCCL that waits for the GPU, with gloo it wakes two more threads on each rank, and in both it may meet a collective that another rank
 means otherwise, which ends the process.
 
 So ranks vote over plain sockets, from main thread to main thread, to rank 0 and back: the largest number that any rank says counts for all. A vote has a name, and ranks that vote on something else

@@ -3,7 +3,7 @@
 A data set that loops for ever, or a disk that does not answer, raises nothing and kills nobody. A rank that runs other code than the others raises nothing either. All ranks stop, and each
 looks the same from outside: it waits.
 
-The tempting way is a shorter timeout for collectives. It ends the ranks that wait for good reason, and does not name the one that does not come.
+A shorter timeout for collectives ends the ranks that wait for good reason, and does not name the one that does not come.
 
 Here the control connection's thread looks, once a second, where the main thread is. One that waits for more than a second reports the number and the name of its exchange, and rank 0 compares: ranks
 that wait for each other in different exchanges raise an error within seconds. One that neither waits nor moves is stuck, after `patience` seconds, and all ranks raise an error with its callback, its

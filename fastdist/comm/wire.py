@@ -3,7 +3,7 @@
 Rank 0 listens on a port, and a port is open to whoever finds it: a scanner, a browser, a neighbour's job that got an old address. A stranger's bytes must not be
 parsed, must not be waited for, and must not take a rank's place.
 
-The tempting way is a password in the first message. That message has to be parsed to find the password in it, may never end, and works again for whoever saw it once. The standard
+A password in the first message is not enough. That message has to be parsed to find the password in it, may never end, and works again for whoever saw it once. The standard
 library's `multiprocessing.connection` has a handshake, but its `accept` waits for one stranger while the ranks wait behind.
 
 So the listener speaks first, with a number that it uses once (a nonce), and the only answer that it reads has 61 bytes: magic, rank, kind, a nonce of the rank, and the HMAC of
@@ -56,16 +56,14 @@ class Line:
         "Send `msg`; errors of the connection are ignored here and show in `read`"
         with self.lock, suppress(OSError): self.sock.sendall(json.dumps(msg).encode()+b'\n')
 
-# %% ../../nbs/103_comm.wire.ipynb #bdabc07f
-@patch
-def read(self:Line)->list: # `None` where the connection has ended
-    "Return the messages received since the last call; raise `ValueError` for a line that is not a message"
-    try: data = self.sock.recv(1<<16)
-    except OSError: data = b''
-    if not data: return
-    *lines,self.rest = (self.rest+data).split(b'\n')
-    if len(self.rest)>_longest: raise ValueError(f'more than {_longest:,} bytes without an end')
-    return [_message(o) for o in lines]
+    def read(self)->list: # `None` where the connection has ended
+        "Return the messages received since the last call; raise `ValueError` for a line that is not a message"
+        try: data = self.sock.recv(1<<16)
+        except OSError: data = b''
+        if not data: return
+        *lines,self.rest = (self.rest+data).split(b'\n')
+        if len(self.rest)>_longest: raise ValueError(f'more than {_longest:,} bytes without an end')
+        return [_message(o) for o in lines]
 
 # %% ../../nbs/103_comm.wire.ipynb #b6bb0a8d
 _head,_n = struct.Struct('!8sIB16s'),32 # magic, rank, kind, nonce; bytes of a listener's nonce and of a proof

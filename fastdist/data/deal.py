@@ -3,7 +3,7 @@
 Once ranks share an order, everything else of a pass follows: which samples are whose, how many batches each rank has, how large the global batches are, what a ragged one weighs, what is padding, and how gathered
 rows come back into order.
 
-The tempting way is to let the loader compute each of these where it is needed. But a stream only knows its sizes when it was read, and batches of the user's own have sizes of their own, so each formula would ask
+The loader could compute each of these where it is needed. But a stream only knows its sizes when it was read, and batches of the user's own have sizes of their own, so each formula would ask
 for the kind of data.
 
 So there is an object that holds the numbers of one pass: `Deal` where samples can be counted beforehand, and one more for each way in which they cannot. It knows no loader, and draws nothing. Beside it stands `Pass`:

@@ -3,7 +3,7 @@
 Each rank builds its own data, and a random split without a seed comes out differently on each. Then samples that one rank trains on are in another's validation set, and no error shows it: all lengths
 agree.
 
-The tempting way is to compare the items. They may be a million files, and reading one from a data set may take a second or draw a random number.
+The items themselves cannot be compared. They may be a million files, and reading one from a data set may take a second or draw a random number.
 
 So the names of the items are compared and not the items: the paths, indices, rows or labels that a data set was made of, evenly sampled where there are many, in one digest of 16 characters. The
 data set's `__getitem__` is never called. The compared values are stable across processes and machines: no `id`, no `hash` of a string, no order of a set; of a path only the last three parts, because

@@ -3,7 +3,7 @@
 fastai's loader makes a batch in small steps: for each sample `do_item`, `create_item`, `after_item` and the data set's `__getitem__`; for the batch `before_batch`, `create_batch`, `fa_collate` and `retain`,
 each of which looks at types again. With small samples that takes longer than to copy their numbers.
 
-The tempting way is to read the data set into tensors once. Users change data sets between epochs and within them, and each item may be drawn anew.
+Read into tensors once, the data set would need no reading again. But users change data sets between epochs and within them, and each item may be drawn anew.
 
 So each batch is fetched when fastai would fetch it, in as few calls as its data set allows, and only where the loader's methods are fastai's own, which is looked up for each batch: a loader may be changed at
 any moment. What is not known to come out the same, to the bit and in its types, goes fastai's way."""

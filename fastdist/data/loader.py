@@ -2,7 +2,7 @@
 
 A loader is more than an order: it has samplers, transforms, workers, a way to make a batch, and its users have changed any of them.
 
-The tempting way is to build it again with the arguments one knows. Unknown settings are lost: a collate function, a batch sampler, the weights of
+Built again with the arguments that one knows it is another loader. Unknown settings are lost: a collate function, a batch sampler, the weights of
 a `WeightedDL`, the rows of a language model's stream. So the user's loader stays and does its work; it is asked for the global order, of which a rank
 keeps its part, and then for the items and batches of that part.
 

@@ -2,7 +2,7 @@
 
 N ranks share one data loader. Each must take part of the samples, in the same number of steps, and no sample may be taken twice or lost.
 
-The tempting way is to compute the order on rank 0 and send it to the others: a list as long as the data set, every epoch. But the order comes
+Rank 0 could draw the order and send it: a list as long as the data set, every epoch. But the order comes
 from a random state, which is small. With the same state all ranks compute the same order; a rank's share, the padding and the size
 of every other rank's batch are then plain arithmetic.
 

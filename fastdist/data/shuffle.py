@@ -3,7 +3,7 @@
 fastai shuffles with `random.sample(idxs, len(idxs))`, on a list as long as the data set. For ten million samples that takes eight seconds at the start of
 each epoch, and half a gigabyte.
 
-The tempting way is a numpy permutation. It is another permutation, so N ranks would no longer see in a step what one fastai process sees, and the promise
+Numpy makes a permutation in less memory. It is another permutation, so N ranks would no longer see in a step what one fastai process sees, and the promise
 of this project could only be tested without shuffling.
 
 So this is the same permutation from the same random state. `random.sample` draws $j_i$ below $n-i$ for $i=0,1,…$, takes what lies at $j_i$ in a pool, and
@@ -181,15 +181,11 @@ class Shuffle:
         self.rng.setstate((version, tuple(np.frombuffer(mem, np.uint32, offset=self._end).tolist()), gauss))
         return self._order(mem)
 
-# %% ../../nbs/200_data.shuffle.ipynb #8bf4e277
-@patch(as_prop=True)
-def _end(self:Shuffle): return self.n*np.dtype(int_type(self.n)).itemsize
+    @property
+    def _end(self): return self.n*np.dtype(int_type(self.n)).itemsize
+    def _order(self, mem): return np.frombuffer(mem, int_type(self.n), self.n)
 
-@patch
-def _order(self:Shuffle, mem): return np.frombuffer(mem, int_type(self.n), self.n)
-
-@patch
-def _fill(self:Shuffle, mem):
-    "Write the order into `mem`, and behind it the generator's state after the draw"
-    _shuffle(self._order(mem), self.rng)
-    np.frombuffer(mem, np.uint32, offset=self._end)[:] = self.rng.getstate()[1]
+    def _fill(self, mem):
+        "Write the order into `mem`, and behind it the generator's state after the draw"
+        _shuffle(self._order(mem), self.rng)
+        np.frombuffer(mem, np.uint32, offset=self._end)[:] = self.rng.getstate()[1]

@@ -3,7 +3,7 @@
 A loader of fastai has samples that can be asked for by number, in an order with an end or without, or a stream of them. Each kind is drawn, split among data workers, resumed and put into batches in another way,
 and yet one pass over it is to look like any other.
 
-The tempting way is one class that asks at each turn what it has before it. Here each kind is an object, a *source*: it draws the order of a pass, opens it, and makes this rank's batches, by the methods of the user's
+One class for all would ask at each turn what it has before it. Here each kind is an object, a *source*: it draws the order of a pass, opens it, and makes this rank's batches, by the methods of the user's
 loader. It is handed the `Pass`, which says where it begins and with whom, and asks its `deal` which samples are whose.
 
 A stream cannot be asked for its third sample, may be longer or shorter than it says, and may shuffle as it goes. If rank `r` kept every `N`-th sample, the batches of `N` ranks would not be those of one process, and

@@ -2,7 +2,7 @@
 
 A `torch.utils.data.DataLoader` keeps its sampler, batch sampler, collate function and workers, and nothing in it can be exchanged once it is made.
 
-The tempting way is a `DistributedSampler`. It knows nothing of the user's sampler, weights or batches, and shuffles by a seed of its own.
+Torch's own answer is a `DistributedSampler`. It knows nothing of the user's sampler, weights or batches, and shuffles by a seed of its own.
 
 So the user's samplers draw the global order, and a second torch loader, with all that the user's has, iterates over this rank's part of it. Batches of a batch sampler that the user wrote are dealt out
 whole. torch's loader draws a seed for its workers before its sampler draws the order. So does a share, from the same generator, which leaves the shuffles those of one process; its own workers get a seed for each rank."""

@@ -3,7 +3,7 @@
 Each rank evaluates its slices of the global batches with the bare model, and exchanges nothing meanwhile but what a metric that needs whole batches asks for. When the phase ends, all that the reports need goes through one
 exchange: the state of each metric, and for some losses a few numbers for each batch. Metrics that keep rows take a second one, for their values.
 
-The tempting way is to let each rank compute its values and average them. That is right for a mean over samples when all ranks have the same number of them, and
+An average of the values of ranks is not enough. It is right for a mean over samples when all ranks have the same number of them, and
 for nothing else.
 
 `Evaluate` is a callback of its own, on the Learner while it is in a job. It is handed `phases`, the `weights` of their batches and the `reduction` of the loss, and knows neither DDP nor the trainer."""

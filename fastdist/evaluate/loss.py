@@ -2,7 +2,7 @@
 
 torch's and fastai's losses say whether they add up or average, and a user's function says nothing, or something that it does not do.
 
-The tempting way is to take everything for a mean over samples. A sum is then divided by the number of ranks, and a mean over something else is off by a little in each step.
+Not every loss is a mean over samples. A sum is then divided by the number of ranks, and a mean over something else is off by a little in each step.
 
 So the loss is tried on a batch that is there, by each rank on its own, and all ranks use their common result. It is tried again until a batch shows the reduction, and a warning names a loss whose reduction cannot be found."""
 

@@ -2,7 +2,7 @@
 
 A metric is a small state that grows with each batch: a sum and a count, a list of predictions, a maximum. Each rank has the state of its own slices.
 
-The tempting way is to average the values that come out of the states. That is right for a mean over samples when all ranks have the same number of them, and for nothing else.
+The values that come out of the states can be averaged. That is right for a mean over samples when all ranks have the same number of them, and for nothing else.
 
 So states are merged, and the value is computed from the result. Numbers are added up, or the largest counts; lists follow each other in the order of one process. [evidence](304_evaluate.merge_rules.ipynb)
 finds which of these is right for an attribute."""

@@ -2,7 +2,7 @@
 
 Nothing says of a user's metric whether an attribute is a sum, a maximum or a list of rows, or whether the metric is a mean over samples at all.
 
-The tempting way is to know the classes of fastai and to take all others for means. A recall, a metric that counts batches or one that looks at the largest error is then wrong, without a warning.
+Those of fastai are known. But all others are no means: a recall, a metric that counts batches or one that looks at the largest error is then wrong, without a warning.
 
 So a metric is tried: on two parts of a batch and on the whole of it, on copies that leave no trace. A way to merge states is one that gives the state of the whole from those of the parts. A metric without such a way needs
 whole batches."""

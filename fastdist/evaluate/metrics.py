@@ -2,7 +2,7 @@
 
 Each rank evaluates its own samples, so what fastai prints on rank 0 is about those alone, unless something is exchanged.
 
-The tempting way, `fastai.distributed`'s, is to gather every batch: as many collectives as there are batches and metrics, padding included, and a
+`fastai.distributed` gathers every batch: as many collectives as there are batches and metrics, padding included, and a
 mean of per-rank means where the batches are uneven. But a metric is a small state that grows by sums: add up the states once, at the end of the
 phase, and then let the metric compute its value from the sum. It is the value of one process for any number of samples, ranks and batches.
 
@@ -55,24 +55,22 @@ class Outcome:
         if self.error: raise self.error
         return self.value
 
+    def __getstate__(self):
+        value = to_detach(self.value, gather=False)
+        return value if _pickles(value) else str(value),self.error if _pickles(self.error) else None,self.text,self.changed
+
+    def __setstate__(self, state):
+        self.value,self.error,self.text,self.changed = state
+        if not self.text: return
+        cause = RankError(0, self.text)
+        if self.error: self.error.__cause__ = cause
+        else: self.error = cause
+
 # %% ../../nbs/305_evaluate.metrics.ipynb #3655820e
 def _pickles(o):
     try: pickle.loads(pickle.dumps(o))
     except Exception: return False
     return True
-
-@patch
-def __getstate__(self:Outcome):
-    value = to_detach(self.value, gather=False)
-    return value if _pickles(value) else str(value),self.error if _pickles(self.error) else None,self.text,self.changed
-
-@patch
-def __setstate__(self:Outcome, state):
-    self.value,self.error,self.text,self.changed = state
-    if not self.text: return
-    cause = RankError(0, self.text)
-    if self.error: self.error.__cause__ = cause
-    else: self.error = cause
 
 # %% ../../nbs/305_evaluate.metrics.ipynb #542d1fef
 def _without(cls, names):
@@ -206,30 +204,26 @@ class _State:
         how = lambda v, zero, way: ... if has_rows(v, zero, way) else _described(v, zero) if way=='sum' else v
         return {k:how(v, self.zero.get(k), self.way(k)) for k,v in self.mine.items()}
 
-# %% ../../nbs/305_evaluate.metrics.ipynb #7b0e7a48
-@patch
-def take(self:_State, parts):
-    "Set `parts` from the `small` of each rank; add up large sums, and set `rows` to the names of what else rank 0 alone gets"
-    self.parts = parts
-    if any(isinstance(p, str) for p in parts): return
-    vals = {k:[p[k] for p in parts if k in p] for k in sorted({k for p in parts for k in p})}
-    sums = {k:v[0] for k,v in vals.items() if all(isinstance(o, _Sum) and o==v[0] for o in v)}
-    self.rows = [k for k,v in vals.items() if k not in sums and any(o is ... or isinstance(o, _Sum) for o in v)]
-    self.parts = [{k:v for k,v in p.items() if k not in (*self.rows,*sums)} for p in parts]
-    for k,how in sums.items(): self.parts[0][k] = _reduced(self.mine.get(k), self.zero.get(k), how)
+    def take(self, parts):
+        "Set `parts` from the `small` of each rank; add up large sums, and set `rows` to the names of what else rank 0 alone gets"
+        self.parts = parts
+        if any(isinstance(p, str) for p in parts): return
+        vals = {k:[p[k] for p in parts if k in p] for k in sorted({k for p in parts for k in p})}
+        sums = {k:v[0] for k,v in vals.items() if all(isinstance(o, _Sum) and o==v[0] for o in v)}
+        self.rows = [k for k,v in vals.items() if k not in sums and any(o is ... or isinstance(o, _Sum) for o in v)]
+        self.parts = [{k:v for k,v in p.items() if k not in (*self.rows,*sums)} for p in parts]
+        for k,how in sums.items(): self.parts[0][k] = _reduced(self.mine.get(k), self.zero.get(k), how)
 
-# %% ../../nbs/305_evaluate.metrics.ipynb #4a9679ad
-@patch
-def merge(self:_State, sizes):
-    "Merge `parts` into the metric; return the reason if that is impossible, else an empty text"
-    res,no = {},first(p for p in self.parts if isinstance(p, str))
-    if no: return no
-    for k in {k:0 for p in self.parts for k in p}:
-        parts = [(p[k],s) for p,s in zip(self.parts, sizes) if k in p]
-        try: res[k] = _merge_one(self.zero.get(k), *map(list, zip(*parts)), self.way(k))
-        except (TypeError,ValueError,RuntimeError) as e: return f'{k}: {e}'
-    for k,v in res.items(): setattr(self.met, k, _into(getattr(self.met, k, None), v))
-    return ''
+    def merge(self, sizes):
+        "Merge `parts` into the metric; return the reason if that is impossible, else an empty text"
+        res,no = {},first(p for p in self.parts if isinstance(p, str))
+        if no: return no
+        for k in {k:0 for p in self.parts for k in p}:
+            parts = [(p[k],s) for p,s in zip(self.parts, sizes) if k in p]
+            try: res[k] = _merge_one(self.zero.get(k), *map(list, zip(*parts)), self.way(k))
+            except (TypeError,ValueError,RuntimeError) as e: return f'{k}: {e}'
+        for k,v in res.items(): setattr(self.met, k, _into(getattr(self.met, k, None), v))
+        return ''
 
 # %% ../../nbs/305_evaluate.metrics.ipynb #84031d3b
 def _merge_one(zero, parts, sizes, how):

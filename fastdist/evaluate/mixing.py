@@ -3,7 +3,7 @@
 Ranks compute what one process does if a sample's output does not depend on the others in its batch. Batch norm's does, and is synchronised. A layer that a user wrote may do as it does: statistics of the
 batch, attention that takes samples for time steps, a term that balances experts. Each rank then sees another batch, and trains another model.
 
-The tempting way is a list of such layers. It knows those that somebody has met.
+A list of such layers knows those that somebody has met.
 
 So a few samples go through a copy of the model once as a batch and once as two, and each module's outputs are compared. The first that differs is the one that mixes. Known norms and dropout are in evaluation
 mode; what draws differs from run to run, and is not judged. A callback and a batch transform are tried likewise: what they make of a batch is what they make of its parts, put together, and of a loss its mean."""

@@ -3,7 +3,7 @@
 What `EarlyStoppingCallback`, `SaveModelCallback` and `ReduceLROnPlateau` steer by is in the recorder when an epoch ends. Some numbers come out differently on each rank whatever is exchanged: a metric that
 draws random numbers or reads a clock, a column that a user's callback adds.
 
-The tempting way is to trust that ranks which computed the same have the same. One of them then stops early, and the others wait for it.
+Ranks that have computed the same should have the same, but for the last bit. One of them then stops early, and the others wait for it.
 
 So the numbers of the ranks are compared before they get into the record, in one exchange an epoch, and all ranks take those of rank 0. A metric that differs is named once."""
 
@@ -49,23 +49,20 @@ class OneRecord(JobCallback):
         "Compare the numbers of an epoch of a fit"
         if self.phases.fitting: self.agree()
 
-# %% ../../nbs/309_evaluate.record.ipynb #3abf404f
-@patch
-def agree(self:OneRecord):
-    "Set the numbers of rank 0, and warn of those that differ"
-    if self.phases.size==1: return
-    rec,self.times = getattr(self.learn, 'recorder', None),self.times+1
-    log,found = one_record(getattr(rec, 'log', None))
-    if log is not None: rec.log = L(log)
-    names = [] if not found else rec.metric_names if self.phases.fitting else ['epoch','valid_loss',*self.learn.metrics.attrgot('name')]
-    for i,vals in found.items(): self._say_differs(names[i] if i<len(names) else f'number {i} of the log', vals)
+    def agree(self):
+        "Set the numbers of rank 0, and warn of those that differ"
+        if self.phases.size==1: return
+        rec,self.times = getattr(self.learn, 'recorder', None),self.times+1
+        log,found = one_record(getattr(rec, 'log', None))
+        if log is not None: rec.log = L(log)
+        names = [] if not found else rec.metric_names if self.phases.fitting else ['epoch','valid_loss',*self.learn.metrics.attrgot('name')]
+        for i,vals in found.items(): self._say_differs(names[i] if i<len(names) else f'number {i} of the log', vals)
 
-@patch
-def _say_differs(self:OneRecord, name, vals):
-    why = why_apart(first(m for m in self.learn.metrics if m.name==name), self.learn) or ('HINT: a metric must not depend on rank, time or random numbers, or keep its state '
-        'where ranks cannot see it')
-    if not self.phases.world.rank and name not in self.differing: warn(f'{name} differs between ranks ({", ".join(map(str, vals))}); all go on with that of rank 0. {why}')
-    self.differing.add(name)
+    def _say_differs(self, name, vals):
+        why = why_apart(first(m for m in self.learn.metrics if m.name==name), self.learn) or ('HINT: a metric must not depend on rank, time or random numbers, or keep its state '
+            'where ranks cannot see it')
+        if not self.phases.world.rank and name not in self.differing: warn(f'{name} differs between ranks ({", ".join(map(str, vals))}); all go on with that of rank 0. {why}')
+        self.differing.add(name)
 
 # %% ../../nbs/309_evaluate.record.ipynb #07d6249e
 @contextmanager

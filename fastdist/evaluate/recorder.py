@@ -3,7 +3,7 @@
 After each batch fastai's `Recorder` adds the loss to an average, and in evaluation the value of each metric. That is a few additions of numbers. On fastai's tensor types each of them goes through Python, and the lists
 of metrics are made anew each time: of the MLP in `benchmarks/parts.py` 200 microseconds of 1,770 in a training step, and 350 of 1,170 in a validation step with accuracy.
 
-The tempting way is a recorder of our own. Other callbacks look at `learn.recorder`, its losses and its metrics, and there are subclasses.
+A recorder of our own would be simple. But other callbacks look at `learn.recorder`, its losses and its metrics, and there are subclasses.
 
 So fastai's objects stay, and do the same arithmetic in the same order, with what they hold of the same type. Only who adds up is exchanged, where it is fastai's own code that would have done it."""
 

@@ -2,7 +2,7 @@
 
 A metric or a loss does not declare whether its state adds up over parts of a batch, or whether it is a mean or a sum. A trial on parts of the first batch shows it. But it is the user's, and it may count its calls, print, or draw random numbers, and what it holds may be lists that `reset` empties in place.
 
-The tempting way is to copy the attributes and try the copy. That is one level: the list in a helper's dict is still the user's own, and the call appends to it. And a deep copy does not
+A copy of its attributes could be tried instead. That is one level: the list in a helper's dict is still the user's own, and the call appends to it. And a deep copy does not
 reach what is not held at all: a global counter, the variable of a closure, the terminal.
 
 So a copy is made of all that is held, and its classes and functions are looked through, which the copying meets on its way: they may use what is known to be quiet, constants, and other quiet code.

@@ -3,7 +3,7 @@
 Accelerate knows how to wrap a model for many kinds of hardware. But it decides alone what a process is: on a box without a GPU, two ranks that torchrun started become two single
 processes that train two unrelated models, without a word, unless every script says `cpu=True`.
 
-The tempting way is to set what it decided on its object afterwards. But its state is global, and shared by all objects of the process.
+What it decided can be set on its object afterwards, but its state is global, and shared by all objects of the process.
 
 So the `World` decides, and Accelerate is told through the variables that it reads, before its object is made. Its global state is put back when the ranks part."""
 

@@ -2,7 +2,7 @@
 
 A job has to decide two things about each callback. A file of the Learner does not contain the callbacks that the job added. Callbacks that show a progress bar or write a log run on rank 0 alone.
 
-The tempting way is to know the classes by name wherever the question comes up. A subclass is then forgotten in one of the places.
+Where each asks for the classes that it knows by name, a subclass is then forgotten in one of the places.
 
 Here each decision is made in one place: `JobCallback` is the base of what the job adds, and `is_rank0_only` tells which callbacks run on rank 0 alone."""
 

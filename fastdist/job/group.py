@@ -3,7 +3,7 @@
 To train with others a process needs a process group, the variables that libraries read, its GPU, and its share of the cores. All of it has to be undone afterwards, also after an
 error, and a user may have done part of it already.
 
-The tempting way is `init_process_group` at the start and `destroy_process_group` at the end. Then a rank that waits in a collective for one that failed waits for thirty minutes:
+Between `init_process_group` at the start and `destroy_process_group` at the end nothing guards it: a rank that waits in a collective for one that failed waits for thirty minutes:
 gloo has no call that ends a collective.
 
 So a `Membership` records what it changes and puts it back. It also records the connections of each process group that this process makes. gloo ends a collective whose connection

@@ -3,7 +3,7 @@
 Users bring options for Hugging Face's Accelerate: arguments, handlers, a YAML file that `accelerate config` wrote. Some of them concern Accelerate's own data loaders or its own
 optimizer, and do nothing when fastai's are used. Some shard the model, in ways that a Learner knows only one of.
 
-The tempting way is to pass all of them on. But an option that is dropped in silence is noticed only after the training run.
+Passed on as they are, some would have no effect, and that is noticed only after the training run.
 
 So each option is honoured, or refused with an error that names it and says what to do instead, before any rank, group or model is made."""
 

@@ -2,7 +2,7 @@
 
 A head that starts ranks sends them a function with all that it refers to, and gets back what it returned: models, optimizers, tensors of gigabytes.
 
-The tempting way is to leave it to `multiprocessing`, which pickles functions by name: a function that was defined in a notebook cell or inside another function has none in the new
+Left to itself `multiprocessing` pickles functions by name: a function that was defined in a notebook cell or inside another function has none in the new
 process, and each rank gets a copy of each tensor.
 
 So cloudpickle writes functions along with their code into one file, and tensors beside them. All ranks map the file into memory: they share the tensors until they change them. What a function takes along is
@@ -174,19 +174,16 @@ class Script:
                 return super().reducer_override(o)
         write((o, self), path, Pickler, part or ('', o))
 
-# %% ../../nbs/009_job.pickling.ipynb #9c183ff1
-@patch
-def _note(self:Script, o):
-    if _in_script(o): self.names[o.__name__] = o
-    if not isinstance(o, FunctionType): return
-    path = o.__code__.co_filename
-    if path in linecache.cache and not os.path.exists(path): self.lines[path] = linecache.cache[path][2]
+    def _note(self, o):
+        if _in_script(o): self.names[o.__name__] = o
+        if not isinstance(o, FunctionType): return
+        path = o.__code__.co_filename
+        if path in linecache.cache and not os.path.exists(path): self.lines[path] = linecache.cache[path][2]
 
-@patch
-def install(self:Script):
-    "Set names and path of the script in this process's `__main__`, and its start method"
-    main = sys.modules['__main__']
-    vars(main).update(self.names, __spec__=ModuleSpec(self.module, None) if self.module else None)
-    if self.path: main.__file__ = self.path
-    linecache.cache.update({k:(sum(map(len, v)), None, v, k) for k,v in self.lines.items()})
-    set_start_method(self.start, force=True)
+    def install(self):
+        "Set names and path of the script in this process's `__main__`, and its start method"
+        main = sys.modules['__main__']
+        vars(main).update(self.names, __spec__=ModuleSpec(self.module, None) if self.module else None)
+        if self.path: main.__file__ = self.path
+        linecache.cache.update({k:(sum(map(len, v)), None, v, k) for k,v in self.lines.items()})
+        set_start_method(self.start, force=True)

@@ -3,7 +3,7 @@
 A model that one device does not hold is divided over the ranks, and its layers are gathered when they compute. Users say how in three ways: `shard=True`, Accelerate's `FullyShardedDataParallelPlugin`, or
 the YAML file of `accelerate config`, which reaches a rank as environment variables.
 
-The tempting way is to let Accelerate make its plugin from the variables. But the plugin reads and writes `os.environ` while it is made, refuses to be made without a GPU if it should send rank 0's
+Accelerate makes a plugin from the variables. But that plugin reads and writes `os.environ` while it is made, refuses to be made without a GPU if it should send rank 0's
 weights to all (the default of `accelerate launch`), and has fields for two versions of FSDP, of which one is gone here.
 
 So the fields are read by their meaning into a small value, `ShardPlan`, which does not know where it came from. A field that is set and would have no effect is an error that names it."""
@@ -45,15 +45,13 @@ class ShardPlan:
     keep:bool=False # Whether the Learner's model stays divided after the context
     rank0_loads:bool=False # Whether rank 0 alone reads weights
 
-# %% ../../nbs/012_job.shard_plan.ipynb #53a43817
-@patch
-def on(self:ShardPlan,
-    w:World # Of the rank that follows the plan
-)->ShardPlan: # A copy where something changes
-    "Return the plan for a rank of `w`; on the CPU nothing is offloaded, and rank 0 warns of it"
-    if not self.offload or w.device.type!='cpu': return self
-    if w.rank==0: warn('You set cpu_offload, but ranks compute on the CPU, where parameters are already. HINT: nothing is to be done; on GPUs it takes effect')
-    return replace(self, offload=False)
+    def on(self,
+        w:World # Of the rank that follows the plan
+    )->'ShardPlan': # A copy where something changes
+        "Return the plan for a rank of `w`; on the CPU nothing is offloaded, and rank 0 warns of it"
+        if not self.offload or w.device.type!='cpu': return self
+        if w.rank==0: warn('You set cpu_offload, but ranks compute on the CPU, where parameters are already. HINT: nothing is to be done; on GPUs it takes effect')
+        return replace(self, offload=False)
 
 # %% ../../nbs/012_job.shard_plan.ipynb #86bb43a3
 def _flag(name, v):

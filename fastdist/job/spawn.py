@@ -2,8 +2,8 @@
 
 A script or a notebook that wants N ranks has to start them, send them their work, show what they print, bring back what they return, and make sure that none is left.
 
-The tempting way is to fork, as `notebook_launcher` does. It is fast, but a process that has used a GPU cannot be forked, what a forked rank trains stays there, and threads
-that the parent used are missing in it. The other tempting way is `multiprocessing` with new processes: a script without `if __name__=='__main__'` starts itself again and again.
+`notebook_launcher` forks. It is fast, but a process that has used a GPU cannot be forked, what a forked rank trains stays there, and threads
+that the parent used are missing in it. With new processes of `multiprocessing` a script without `if __name__=='__main__'` starts itself again and again.
 
 Here each rank is a new process that has nothing from the head but one file, from which it reads its work. The result of rank 0 comes back in a file too. The ranks end with the
 head, however that ends."""

@@ -2,7 +2,7 @@
 
 Ranks know their number and the address of rank 0, and nothing of each other. They meet in a key-value store that rank 0 serves, or the launcher's agent.
 
-The tempting way is torch's `env://`. Its store belongs to one process group: a second group of the same job uses the same keys and finds the dead addresses of the first. Its
+Torch finds it by `env://`. Its store belongs to one process group: a second group of the same job uses the same keys and finds the dead addresses of the first. Its
 waits are silent, thirty minutes long, and do not hear Ctrl-C.
 
 So there is one store for each process, which lives as long as the process does, and each process group gets a prefix of its own in it. A rank that waits long says for whom."""

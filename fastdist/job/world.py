@@ -4,7 +4,7 @@ Every launcher tells a process its place in the job through environment variable
 `accelerate launch` set `RANK` and `LOCAL_RANK`, `notebook_launcher` adds `NPROC`, fastai's old launcher leaves the local rank out, SLURM's
 `srun` sets `SLURM_PROCID`.
 
-The tempting way is to read `os.environ` wherever a rank is needed, with a default of 0. Then two variables that contradict each other give a
+Most libraries read `os.environ` wherever they need a rank, with a default of 0. Two variables that contradict each other give a
 job that hangs instead of an error, and a missing one gives N processes that all take themselves for rank 0 and train N unrelated models.
 
 So the environment is read in one place, by a function of a dict, into a small value: a `World`. It says where this process stands and which launcher

@@ -3,7 +3,7 @@
 N ranks compute what one process computes, but where something in a script mixes samples, counts what only one rank sees, or takes a number of one rank for everybody's. Each of these can be looked for, and
 many are. The next one is of a kind that nobody has thought of.
 
-The tempting way out is to trust the curve of the loss, which falls on N ranks as it does on one.
+Most trust the curve of the loss, which falls on N ranks as it does on one.
 
 So the script is asked itself. Before a fit goes on its first steps are made twice: by rank 0 alone, as plain fastai in one process with the batches of all ranks, and by all ranks. What both hold after
 each step is compared: the loss, gradients, weights, buffers, the optimizer's state, what modules, callbacks and the Learner hold, and after some batches of validation the metrics. Then everything is put back. Nothing here

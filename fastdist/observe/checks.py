@@ -3,7 +3,7 @@
 Tests that pass elsewhere say little about your cluster, where a network interface, a driver or a launcher's configuration is another. What goes wrong there
 is rarely an error. Two ranks share a GPU, the launcher starts one process, all-reduce takes the slow network, and training goes on, slower or worse.
 
-The tempting way to find out is to start the real training and look at the loss. It falls in all of these cases.
+Whoever starts the real training looks at the loss. It falls in all of these cases.
 
 But much is known beforehand: that each rank has a device of its own, what collectives must return, that all ranks end with the same bits, and that these are what one process computes. Each check
 here compares one of these with what is found, and says what to do where they differ."""

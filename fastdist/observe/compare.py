@@ -2,7 +2,7 @@
 
 Two computations of the same numbers in another order differ in their last digits, and a training can make much of it: a weight whose gradient is zero but for rounding, a loss that explodes.
 
-The tempting way is one tolerance for all. It is too narrow for such a script and too wide for all others.
+One tolerance for all is too narrow for such a script and too wide for all others.
 
 So the script itself says what rounding does to it: the steps of one process are made again from weights that differ in their last digit. What ranks may differ by is a multiple of that, and never less
 than a few digits. Values that other random numbers change as well are not compared at all."""

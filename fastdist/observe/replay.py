@@ -2,7 +2,7 @@
 
 What one process computes can be computed: rank 0 has the script's Learner, and one process is what remains of a job when its callbacks, its shares of loaders and its wrappers are left out.
 
-The tempting way is to start the script a second time. It would have to be started as it was, with the data where they are and the memory that is left, and would begin with other random numbers.
+A second start of the script would tell, if it were the same. It would have to be started as it was, with the data where they are and the memory that is left, and would begin with other random numbers.
 
 Here the fit that is about to begin is made for a few steps, in place: by fastai's own loop, with fastai's own step, over the user's loaders with the batch size of all ranks together. Who calls it puts
 everything back (`state.rewind`). A callback, `Excerpt`, notes what there is after each step and ends the fit."""

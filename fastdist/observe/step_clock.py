@@ -2,7 +2,7 @@
 
 A fit is slow on eight devices and nobody knows why. A profiler knows, and makes each operation slower; it is switched on when the question is there, and the fit that was slow is over.
 
-The tempting way is a stopwatch around the forward pass, one around the backward pass, and a print. It forgets what lies between the two, and what lies between is where a step loses its time: a loader, a callback, a wait.
+A stopwatch around the forward pass and one around the backward pass forget what lies between the two, and what lies between is where a step loses its time: a loader, a callback, a wait.
 
 So the whole step is cut into parts, without a gap. The Learner's events are the borders. Between the last callback at one event and the first at the next the Learner works: it fetches a batch, runs the
 model, steps. Between the first and the last callback at one event the callbacks work. Two callbacks, the first and the last of all, read the clock: 16 times a step, 6 microseconds in all."""

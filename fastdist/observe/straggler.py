@@ -2,7 +2,7 @@ r"""The rank for which the others wait, by how much it is late, and in what
 
 A step ends when its last rank has computed its gradients. Whoever is faster waits, so all ranks take the same time for a step, and a look at step times says nothing about who is slow.
 
-The tempting way is to compare when ranks reach the exchange, by their clocks. Clocks of two machines differ by more than a step takes.
+When ranks reach the exchange, their clocks say. But clocks of two machines differ by more than a step takes.
 
 Durations need no common clock. In the exchange of step $i$ rank $r$ spends $e_{ir}$: it waits for the last one, and then data travel. The last one waits for nobody, so what it spends is the transfer, and for all others
 

@@ -5,7 +5,7 @@ With a `Timeline` on the Learner a fit keeps for each rank and step the time spe
     learn.fit(3, cbs=Timeline())
     learn.timeline
 
-The tempting way is torch's profiler. It records operations, and a question about ranks is not about operations; it makes steps longer, and its files are a gigabyte in which one has to know what to look for.
+Torch's profiler records operations, and a question about ranks is not about operations; it makes steps longer, and its files are a gigabyte in which one has to know what to look for.
 
 Here a rank takes the time at the borders of events, and nothing is exchanged in a step. On a GPU these are events in the device's queue, read at the end of the epoch, so no step waits for them; *data* is then the time in which the device
 has nothing to do before a batch comes. At the end of an epoch the rows of all ranks travel once. The picture then says in words what there is to see. *A steady row* in the heat map of steps is

@@ -2,7 +2,7 @@
 
 A rank that waits looks like one that works. It waits within the backward pass, where DDP averages gradients, within the forward pass, where batch norm counts the samples of all ranks, and within callbacks, after which ranks vote.
 
-The tempting way is to count the whole of the backward pass as waiting, since that is where DDP waits. Then a rank with a slow backward pass seems to wait, and the ranks that wait for it too.
+DDP waits in the backward pass. If all of that counted as waiting, a rank with a slow backward pass seems to wait, and the ranks that wait for it too.
 
 So exchanges are timed where they are. Torch's collectives and our votes are called by name, and are timed around the call. DDP waits in C++, at the end of the backward pass: a function that autograd calls when its own
 work is done, before DDP's, tells when the rank has computed all that is its own. Nothing here exchanges anything, and outside of a fit with a `Timeline` nothing of it is there."""

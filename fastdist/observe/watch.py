@@ -2,7 +2,7 @@
 
 A step goes through many hands. Which of them was the first to do something, to draw a random number or to compute other values than elsewhere, is seen by whoever looks after each.
 
-The tempting way is a profiler, which sees functions. But a function has no name that its user knows: forty layers share one.
+A profiler sees functions. But a function has no name that its user knows: forty layers share one.
 
 Here a listener is told when each of them begins and when it ends, under the name by which the script's author knows it: `model.layers.0`, `MixUp.before_batch`, `Normalize`, and with what came out."""
 

@@ -2,7 +2,7 @@
 
 A job is killed: its time is up, a machine fails, somebody needs the GPUs. The script is started again, and has to end where it would have ended.
 
-The tempting way is to save the model after each epoch and to load it at the start. The epoch is lost, the samples that it had seen are seen again, the schedule starts anew, and a script with two fits,
+Many scripts save the model after each epoch and load it at the start. The epoch is lost, the samples that it had seen are seen again, the schedule starts anew, and a script with two fits,
 as `fine_tune` is, begins with the first.
 
 Here a state has a position: which fit of the script, which epoch, how many batches of it. A script that is started again runs as it is written. A fit that was done is skipped, and the Learner gets the state

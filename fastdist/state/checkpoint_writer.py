@@ -2,7 +2,7 @@
 
 A state of gigabytes takes seconds to write, and the training can go on meanwhile.
 
-The tempting way is a daemon thread and a queue. Then a script that ends loses its last state, a slow disk lets states pile up in memory, and an error in the thread is a traceback that nobody sees.
+A daemon thread with a queue is quickly written, and wrong in three ways: a script that ends loses its last state, a slow disk lets states pile up in memory, and an error in the thread is a traceback that nobody sees.
 
 Here at most one thing is written at a time, the process waits for it before it ends, and errors have two ways to go: what the disk does is a warning, as a training of days must not end for a
 disk that is full, and any other error is raised. Both by the main thread: a warning of another thread is lost where the main thread is within a `catch_warnings`, which is the whole process's.
@@ -57,26 +57,23 @@ class Writer:
         warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training goes on, and the states before stay. '
             'HINT: make room there or use another path; this is said once, and each later state is tried again')
 
-# %% ../../nbs/413_state.checkpoint_writer.ipynb #4f82bce4
-@patch
-def wait(self:Writer):
-    "Wait until the thread has ended; return what its function returned, `None` after an `OSError`, and raise any other error of it"
-    if self.thread: self.thread.join()
-    self.thread,e,self.error = None,self.error,None
-    if e: raise e
-    self.tell()
-    return self.result
+    def wait(self):
+        "Wait until the thread has ended; return what its function returned, `None` after an `OSError`, and raise any other error of it"
+        if self.thread: self.thread.join()
+        self.thread,e,self.error = None,self.error,None
+        if e: raise e
+        self.tell()
+        return self.result
 
-@patch
-def start(self:Writer,
-    f:callable # Called without arguments
-):
-    "Call `f` in a thread; raise `RuntimeError` if one runs, and the error of the one before"
-    if self.busy: raise RuntimeError('A state is still being written. HINT: ask busy, or call wait() first')
-    self.wait()
-    self.result = None
-    self.thread = Thread(target=self._run, args=(f,), name='fastdist-writer')
-    self.thread.start()
+    def start(self,
+        f:callable # Called without arguments
+    ):
+        "Call `f` in a thread; raise `RuntimeError` if one runs, and the error of the one before"
+        if self.busy: raise RuntimeError('A state is still being written. HINT: ask busy, or call wait() first')
+        self.wait()
+        self.result = None
+        self.thread = Thread(target=self._run, args=(f,), name='fastdist-writer')
+        self.thread.start()
 
 # %% ../../nbs/413_state.checkpoint_writer.ipynb #4ca8bbb3
 class SharedFolder:

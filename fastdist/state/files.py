@@ -2,7 +2,7 @@
 
 A checkpoint is for the day on which a job is killed, and that day may be the one on which it is written: time is up, memory or the disk is full.
 
-The tempting way is to open the file and to write over it. Then a kill in the middle takes the new checkpoint and the old one.
+A file that is opened and written over is neither the old nor the new one for a while. A kill in the middle takes the new checkpoint and the old one.
 
 Here a file is written under another name, and gets its own when all of it is on the disk. That step is one call of the operating system, which is done or not done."""
 

@@ -2,7 +2,7 @@
 
 A state says of which fit it is: the first, the second. A script that is started again comes to the same fits in the same order, so to count them is enough.
 
-The tempting way is a counter in the process. But a script has more than one Learner, and in a notebook a cell is run again, with the same Learner or with a new one.
+A counter in the process would do for one Learner. But a script has more than one Learner, and in a notebook a cell is run again, with the same Learner or with a new one.
 
 So a Learner counts its own fits with a path, and a path knows which Learner used it last, and in which cell.
 

@@ -3,7 +3,7 @@
 Ranks have the same weights, because they add the same gradients. Nothing gives them the same of all else that a script holds: a callback that counts correct predictions counts those of its rank, a
 centre that a module moves along is that of its rank's samples, and a critic that a callback trains beside the model becomes another one on each rank.
 
-The tempting way is to compare every attribute. But half of them are a rank's own and rightly so: a time, the features of the last batch, a memory size, a drawn number. Warnings of those teach users not to read
+Every attribute could be compared. But half of them are a rank's own and rightly so: a time, the features of the last batch, a memory size, a drawn number. Warnings of those teach users not to read
 warnings.
 
 Here the code of a class says which of its attributes are state. One that a method stores anew without reading it forgets the last batch with the next. One that is touched where the clock, the rank, memory or

@@ -4,7 +4,7 @@ The head has a Learner, ranks train copies of it, and afterwards the user expect
 it into what is there.
 
 The snapshot may not fit. A callback adds a layer on the ranks, and the head's model has none of that name; or an optimizer steps parameters that the head
-does not know. The tempting way is to write what fits. Then half of a night's training is lost without a word.
+does not know. If only what fits were written, half of a night's training is lost without a word.
 
 So it is all or nothing. The model takes on what is new, where it can be sent. Where not, the Learner stays as it was, and everything that came back is in a file that an error names."""
 

@@ -2,7 +2,7 @@
 
 A cluster takes a machine back and sends `SIGTERM`, or SLURM sends `SIGUSR1` two minutes before the time is up. By default both kill a process in the middle of a step.
 
-The tempting way is a handler that saves at once. It runs between any two instructions, in the middle of an optimizer's step, on one rank of several, and each data worker that is forked later inherits it: torch ends workers
+A handler of the signal must not save. It runs between any two instructions, in the middle of an optimizer's step, on one rank of several, and each data worker that is forked later inherits it: torch ends workers
 by `SIGTERM`.
 
 So the handler only notes the signal. The training asks at its next step, all ranks stop after the same one, and each ends with the code that a shell gives to a process that died of the signal, 128 and its number.

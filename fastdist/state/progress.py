@@ -3,8 +3,8 @@
 A training that was cut off goes on in another process, perhaps on another number of ranks. That process has run the user's script up to the fit: it has a Learner with data, model and callbacks, but nothing
 of what the training has done to them.
 
-The tempting way is to keep the model and the optimizer. Then the schedule begins anew, early stopping has forgotten the best loss, the recorder is empty, and the language model has lost its hidden state.
-The other tempting way is to keep all that a Learner has. Then a path, a number of workers or a pair of betas that the user has changed in the script since is overwritten with the old one.
+Model and optimizer are the smaller half. Without the rest the schedule begins anew, early stopping has forgotten the best loss, the recorder is empty, and the language model has lost its hidden state.
+All that a Learner has is too much: a path, a number of workers or a pair of betas that the user has changed in the script since is overwritten with the old one.
 
 So what is kept is the state of model and optimizer, and of all else what the fit has *changed*: the attributes of the Learner and of its callbacks are compared with those at the beginning of the fit. What
 ranks have each for themselves, random states before all, is kept for each rank."""
@@ -116,6 +116,16 @@ class Changed:
         "Return the user's callbacks"
         return {k:o for k,o in self.owners.items() if k!='Learner' and _is_users(o)}
 
+    def unsaid(self)->dict: # Name of a callback -> two lists of attributes: kept as they are, and lost
+        "Return the user's callbacks that have changed, and do not say by `state_dict` and `load_state_dict` what they keep"
+        res = {}
+        for k,cb in self.of_users().items():
+            if keeps_own_state(cb): continue
+            lost = [a for a,v in vars(cb).items() if self.refs.get(k, {}).get(a) is not v and kind_of(v)==Kind.other]+self.lost[k]
+            kept = [a for a in self.kept[k] if a!='run'] # that is fastai's
+            if kept or lost: res[k] = kept,lost
+        return res
+
 # %% ../../nbs/409_state.progress.ipynb #c2627be1
 class Changes:
     "Attributes of a Learner, its callbacks and modules that differ from those when this was made, when `begin` was called, or in `first`"
@@ -141,17 +151,6 @@ class Changes:
 
 
 # %% ../../nbs/409_state.progress.ipynb #2ad5bd0d
-@patch
-def unsaid(self:Changed)->dict: # Name of a callback -> two lists of attributes: kept as they are, and lost
-    "Return the user's callbacks that have changed, and do not say by `state_dict` and `load_state_dict` what they keep"
-    res = {}
-    for k,cb in self.of_users().items():
-        if keeps_own_state(cb): continue
-        lost = [a for a,v in vars(cb).items() if self.refs.get(k, {}).get(a) is not v and kind_of(v)==Kind.other]+self.lost[k]
-        kept = [a for a in self.kept[k] if a!='run'] # that is fastai's
-        if kept or lost: res[k] = kept,lost
-    return res
-
 def name_unsaid(
     found:dict # From `Changed.unsaid`
 )->str:

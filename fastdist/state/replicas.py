@@ -4,7 +4,7 @@ Data parallel training rests on an invariant that nothing enforces: ranks begin 
 callback that runs on one rank, a weight that is written outside of the optimizer, a kernel that rounds differently on another GPU, and the models part. Nothing fails then.
 Gradients of different models are averaged, training gets worse, and what is saved is the model of rank 0.
 
-The tempting way is to watch the loss. But ranks report the mean of their losses, so all of them draw the same curve, however far apart they are. Next best seem sums or norms
+The loss does not show it: ranks report the mean of their losses, so all of them draw the same curve, however far apart they are. Next best seem sums or norms
 of the weights. A sum does not see that two weights changed places, it rounds small changes away, and with a NaN in it it does not even equal itself.
 
 Here bits are compared, by a fingerprint. Let $w_i$ be the bits of a tensor as integers of at most 32 bits, and $k_i$ fixed random odd numbers of 64:

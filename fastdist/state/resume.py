@@ -2,7 +2,7 @@
 
 A script that is started again runs as it is written: it makes its data and its model, and comes to its first fit. That fit may have been done, or half of it, or the state on the disk is of its third one.
 
-The tempting way is to ask the user: fastai has `start_epoch`, others a file name to resume from. The script then differs from the one that was killed, and whoever starts it again, a launcher for one, cannot edit it.
+Other libraries ask the user: fastai has `start_epoch`, others a file name to resume from. The script then differs from the one that was killed, and whoever starts it again, a launcher for one, cannot edit it.
 
 So each fit finds its own place. A Learner counts its fits with a path, and the state says of which fit it is, which epoch, and how many batches of it are done. A fit that was done is skipped without an event. One that
 was cut off opens as always, so bars, files and hooks are there; then the state is put back, and the loop goes on with the next batch."""

@@ -3,7 +3,7 @@
 Some questions about a training can only be answered by training a little. Afterwards nothing of it may be left: not in the weights, not in what a callback has counted, not in the list
 that a function of the script appends to.
 
-The tempting way is a deep copy of the Learner. But a training changes more than the Learner holds: a global of the script, the variable of a closure. And who holds the original
+A deep copy of the Learner does not hold it. A training changes more than the Learner holds: a global of the script, the variable of a closure. And who holds the original
 would see nothing of the copy: a callback that keeps `learn` in an attribute of its own changes the original all the same.
 
 Here the objects themselves are kept. `Rewind` walks over everything that the Learner leads to: attributes, items of lists and dicts, variables of closures, the globals that the script's own functions

@@ -3,7 +3,7 @@
 Every rank reads its own samples, so nobody notices when two ranks would have read another value of the same one. A list of classes made from a `set` of strings has another order in each process, since Python
 salts their hashes. An index of files drawn without a seed sends each rank to other files. Lengths, paths and vocabularies are the same, and ranks train towards contradicting targets.
 
-The tempting way is to compare what data sets hold. A lookup may be a global of the script, a closure, or a hash computed anew for each sample, and nobody can list what a `__getitem__` asks.
+What a data set depends on cannot be listed. A lookup may be a global of the script, a closure, or a hash computed anew for each sample, and nobody can list what a `__getitem__` asks.
 
 So it is asked itself. Each rank reads the first, the middle and the last sample twice, with two random states that all ranks share, and then puts everything back. What both readings have alike does not depend on
 random numbers: targets to the bit, and inputs roughly, since decoders of images differ in the last bits between machines."""

@@ -4,7 +4,7 @@ Several parts need the state of a Learner at some moment. A launch returns what 
 until tomorrow. It is more than weights: the state and the hyperparameters of the optimizer, which parameters are frozen, the recorder's curve and table, what a callback
 has counted, where the loaders' shuffles go on.
 
-The tempting way is to copy or to pickle the Learner. But `learn` is a name in the user's notebook, `model` is another, and both go on pointing at what they pointed at. And
+A copy or a pickle of the Learner is another Learner. But `learn` is a name in the user's notebook, `model` is another, and both go on pointing at what they pointed at. And
 half of what hangs on a Learner is no state: data sets, open files, progress bars.
 
 So a snapshot is a dict of values with names, and it is written into the objects that are there, on the device where they are. What counts as a value is decided by its type."""

@@ -3,7 +3,7 @@
 A Learner, a callback and a module keep their state in attributes, and beside it what they work with: the model, loaders, hooks, open files, a progress bar. The state that
 another process has trained must come back without these.
 
-The tempting way is to pickle each attribute, and to take those for which that succeeds. That writes a data set to find out that it can be written, and it takes a list of
+One could pickle each attribute, and take those for which that succeeds. That writes a data set to find out that it can be written, and it takes a list of
 layers for a list of values: what comes back then are copies of the layers, which train nothing.
 
 Here types decide. A copy of a number, a text, an array, a tensor or of a list of them is as good as the original; a copy of what others hold too is not."""

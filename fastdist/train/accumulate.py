@@ -2,7 +2,7 @@
 
 Gradients may be accumulated over several batches before the optimizer makes its step, and until then nobody needs those of the other ranks.
 
-The tempting way is to let DDP do what it does in each backward pass. It exchanges each batch's gradients, so accumulating saves nothing. And fastai's
+DDP does not know of windows. It exchanges each batch's gradients, so accumulating saves nothing. And fastai's
 `GradientAccumulation(n_acc)` counts the samples that it sees, so N ranks wait for N times as many.
 
 Here a window is planned by arithmetic, since each rank knows how many samples all ranks have in each batch: what a batch weighs in it, and whether the

@@ -2,7 +2,7 @@
 
 fastai surrounds a fit, an epoch, a phase, a batch and a step with events, and each of these can be cancelled. All ranks must cancel the same, at the same place.
 
-The tempting way is to look at what was cancelled when it is over. Then a rank has left the batch, and the others stand in the exchange of that batch.
+When it is over is too late: a rank has left the batch, and the others stand in the exchange of that batch.
 
 So the events of a Learner in a job run through the object here. An exception that ends or skips something is settled before it takes effect: all ranks agree on it, or it is an error."""
 

@@ -3,7 +3,7 @@
 Ranks run one script, so they have the same batch size, the same number of epochs, the same loss. Until a script asks for the rank, the time, or a random number without a seed. Then a rank makes more
 steps than another, and the job hangs; or each rank holds out other samples for validation, so that what one validates on, another trains on, and nothing hangs at all.
 
-The tempting way is to send rank 0's values to all. A batch size can be sent, but the model, the loss or the data set of the others cannot, and the script goes on with what it has.
+Rank 0's values for all would be no remedy. A batch size can be sent, but the model, the loss or the data set of the others cannot, and the script goes on with what it has.
 
 So at the start of each fit and each evaluation the ranks compare what they are about to do: one number of 32 bits each. Where it differs they exchange the whole list, and the first difference is
 named with the value of each rank."""

@@ -3,7 +3,7 @@
 A Learner that enters a context joins a job: a control connection and a process group are opened, Accelerate is told where this process stands, the Learner moves to this rank's device, and from
 there on only rank 0 shows and writes.
 
-The tempting way is to do these things one after the other, and to undo them at the end. The third of them fails, and the first two stay.
+Done one after the other and undone at the end, they leave a gap. The third of them fails, and the first two stay.
 
 So what was opened is closed, in reverse order, whatever happens: if the rest cannot be opened, if the training fails, and if another rank does."""
 

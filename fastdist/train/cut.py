@@ -2,7 +2,7 @@
 
 In shards the model has to be, all the time that the Learner is in its context. If it were cut when a fit begins, it had to fit one device until then, and an evaluation before the fit would run on another model than one after it.
 
-The tempting way is `fully_shard` in the first line. But nothing is sent: ranks with other initial weights would mix in silence. The optimizer has parameters that are not the model's any more. And a callback may put another model in the place of the first.
+It could be `fully_shard` in the first line. But nothing is sent: ranks with other initial weights would mix in silence. The optimizer has parameters that are not the model's any more. And a callback may put another model in the place of the first.
 
 So the Learner's model is cut on entering, one unit after the other, each with rank 0's values. The optimizer follows. A new model is cut when a fit finds it, and after an error, which costs the process group, all of them are cut again from the rows
 that ranks have."""

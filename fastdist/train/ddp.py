@@ -2,13 +2,13 @@
 
 `DistributedDataParallel` (DDP) averages the gradients of one backward pass, in a few large exchanges. A step needs more of the ranks: the loss of all, and by what to divide.
 
-The tempting way is another exchange for these numbers. On a small model it takes as long as the first one. But there is an exchange in each step already, and it is a mean. So the model gets one more parameter with two numbers, the
+Another exchange for these numbers is dear. On a small model it takes as long as the first one. But there is an exchange in each step already, and it is a mean. So the model gets one more parameter with two numbers, the
 `Carrier`'s. What a rank wants to tell is the gradient of that parameter, and after the backward pass it is the mean over ranks.
 
 DDP exchanges gradients in buckets. Where a gradient lies in a bucket decides in which order the ranks' parts of it are added, and with three ranks $(a+b)+c$ is not always $a+(b+c)$, to the bit. The first step uses one bucket for all, in
 the order of the parameters; from the second on DDP has buckets in the order in which gradients were done. So the first step after a resume would differ in the last bits from the step that an undisturbed run makes there.
 
-The tempting way is a forward and a backward pass over any batch, to be thrown away: it moves statistics of batch norm, hidden states and random states, and nothing says that its gradients are done in the order of those of the loss. But DDP
+A forward and a backward pass over any batch, to be thrown away, would not do: it moves statistics of batch norm, hidden states and random states, and nothing says that its gradients are done in the order of those of the loss. But DDP
 does not look at the model. It notes the order in which parameters get their gradients, whatever they are. So the order is kept with the state, and after a resume each parameter gets a gradient of zeros in that order. Nothing else moves, and a
 step costs what it did."""
 

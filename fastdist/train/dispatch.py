@@ -3,7 +3,7 @@
 A step of training has some dozen events, and each goes to every callback. Before a callback's method runs, fastai looks for it in the callback, the Learner, and the model, and asks whether the callback runs in this phase;
 and events themselves are called through a list made for each. On a small model that takes as long as the model.
 
-The tempting way is to keep the bound methods of a fit and to call these. A callback that is switched off by `run = False` in the midst of a fit would run on, and one with a `__call__` of its own would not be asked.
+To collect the bound methods of a fit once would be quickest. But a callback that is switched off by `run = False` in the midst of a fit would run on, and one with a `__call__` of its own would not be asked.
 
 So what cannot change is found out once, and what can is asked at each call: `run`, `run_train` and `run_valid`, and the method itself. Who has a `__call__` of its own is called by it. A few of fastai's own methods, known by their identity,
 have a counterpart here that does the same without a detour through attributes of attributes."""

@@ -3,7 +3,7 @@
 A fastai callback steers training by raising `CancelFitException` and its kin. When one rank cancels and the others go on, the others wait in their next exchange for a rank
 that is somewhere else.
 
-The tempting way is to ask all ranks after each event what they decided. There are a dozen events in a batch, and a round trip each would cost more than many a batch.
+Ranks could ask each other after each event what they decided. There are a dozen events in a batch, and a round trip each would cost more than many a batch.
 
 But almost nobody decides. fastai's callbacks decide by numbers that are everybody's: the loss of a step, the metrics of an epoch, a count of batches. What else can cancel
 is a callback of the user whose code says so. After such a callback has answered an event the ranks vote, and all raise what one raised, at the same place. Where there is

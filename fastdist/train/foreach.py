@@ -3,7 +3,7 @@ r"""fastai's optimizers step lists of tensors
 fastai's optimizer goes through parameters one by one, in Python, and calls each of its step functions for each of them. A step of Adam on a ResNet-18 is 62 times seven small operations, of which each on a GPU
 is a launch, and on a small model the loop is longer than the arithmetic.
 
-The tempting way is another optimizer: torch's, fused, or a copy of it with fastai's names. Then everybody has to choose it, its formula is not quite the same ($\epsilon$ within the root or outside, momentum with or
+There are faster optimizers: torch's, fused, or a copy of it with fastai's names. Then everybody has to choose it, its formula is not quite the same ($\epsilon$ within the root or outside, momentum with or
 without dampening), and a state does not go from one to the other.
 
 But a fastai optimizer is a list of functions, and those that fastai itself has are few. Each of them is written here once more, for lists of tensors instead of one: the same operations in the same order, each of

@@ -2,7 +2,7 @@
 
 Replicas need a device that holds the model, its gradients and the optimizer's state. In shards each rank holds a part of all of them, and a unit of the model is whole while it computes.
 
-The tempting way is to leave the step to FSDP, which averages gradients. A step needs more: what the losses of all ranks weigh, gradients of what is not in shards, and an answer to what a callback does with parameters that are not whole.
+FSDP averages gradients. A step needs more: what the losses of all ranks weigh, gradients of what is not in shards, and an answer to what a callback does with parameters that are not whole.
 
 `Sharded` is a `Layout` as `Replicated` is. The trainer calls the same methods, and the numbers are the same."""
 

@@ -4,7 +4,7 @@ DDP averages the gradients of one backward pass: the first one after a forward p
 A callback puts another model in the place of the first, thaws a layer or runs a second backward pass (SAM); a loss function learns; a GAN switches between two models; a
 Learner has a step of its own. What DDP did not see stays on its rank, the optimizer uses it, and ranks part without a word.
 
-The tempting way is to look at gradients before each step and average them all. That is a second exchange of what DDP exchanged already, and nothing tells gradients of one rank
+To average all gradients before each step is simple, and twice too much: it is a second exchange of what DDP exchanged already, and nothing tells gradients of one rank
 from those of all: the average of both is neither.
 
 But all passes that add to gradients go through one function, `torch.autograd.backward`. Inside a fit it is ours, so each pass is seen, with what it starts from. The pass over the

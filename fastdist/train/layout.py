@@ -2,7 +2,7 @@
 
 Replicated, each rank holds the whole model and gradients are averaged. Sharded, each rank holds a part of each parameter, and a forward pass gathers what it needs.
 
-The tempting way is to write the first of the two wherever it matters: where the model is wrapped, where gradients are exchanged, where a file is written, where ranks are compared. The second
+If the first of the two were written wherever it matters, it would stand in twenty places: where the model is wrapped, where gradients are exchanged, where a file is written, where ranks are compared. The second
 then needs a change in each of these places.
 
 Here one interface, `Layout`, is all that others see. The trainer and the callbacks around it know what its methods do, and not how:
@@ -100,29 +100,25 @@ class LayoutFiles:
         "Return a context manager in which `learn` loads `file`"
         return nullcontext()
 
-# %% ../../nbs/513_train.layout.ipynb #f5918185
-@patch
-def unsynced(self:LayoutFiles)->dict: # Parameter -> gradient
-    "Return gradients that lie outside of parameters until they are exchanged"
-    return {}
+    def unsynced(self)->dict: # Parameter -> gradient
+        "Return gradients that lie outside of parameters until they are exchanged"
+        return {}
 
-@patch
-def apart(self:LayoutFiles,
-    learn:Learner, # In the layout
-    state:dict, # From `snapshot`, its parts 'model' and 'opt' at least
-    left=False # Whether gradients that no step has used are part of the state
-)->tuple: # `state` for a file; name -> tensor that this rank writes beside it, and a copy of its rows
-    "Take out of `state` what each rank has its rows of"
-    return state,{}
+    def apart(self,
+        learn:Learner, # In the layout
+        state:dict, # From `snapshot`, its parts 'model' and 'opt' at least
+        left=False # Whether gradients that no step has used are part of the state
+    )->tuple: # `state` for a file; name -> tensor that this rank writes beside it, and a copy of its rows
+        "Take out of `state` what each rank has its rows of"
+        return state,{}
 
-@patch
-def rejoined(self:LayoutFiles,
-    learn:Learner, # In the layout
-    state:dict, # From a file
-    folder # Of that file
-)->dict: # For `restore`
-    "Return `state` with tensors as this rank has them"
-    return state
+    def rejoined(self,
+        learn:Learner, # In the layout
+        state:dict, # From a file
+        folder # Of that file
+    )->dict: # For `restore`
+        "Return `state` with tensors as this rank has them"
+        return state
 
 # %% ../../nbs/513_train.layout.ipynb #803dd94f
 class Layout:

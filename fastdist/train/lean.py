@@ -2,7 +2,7 @@
 
 A Learner in a job runs a leaner step than fastai's: events are planned, the loss and its record are computed with plain tensors, the optimizer steps lists of tensors, batches are fetched at once. None of that has to do with ranks.
 
-The tempting way is a second Learner class. Then every script and every `vision_learner` has to be changed, and what the two do differs over time.
+With a second Learner class every script and every `vision_learner` has to be changed, and what the two do differs over time.
 
 Here a callback lends a plain Learner the same methods that ranks have. It is on the Learner from `learn.lean()` to `learn.unlean()`; while the Learner is in a job of several ranks, the trainer's are in their place."""
 
@@ -39,26 +39,22 @@ class Lean(LendingCallback):
         self.step.take_back()
         super()._return()
 
-# %% ../../nbs/540_train.lean.ipynb #58c9c2d6
-@patch
-def _on_call_one(self:Lean, event_name):
-    if event_name not in _events: return type(self.learn)._call_one(self.learn, event_name)
-    self._events(event_name)
+    def _on_call_one(self, event_name):
+        if event_name not in _events: return type(self.learn)._call_one(self.learn, event_name)
+        self._events(event_name)
 
-@patch
-def _on_with_events(self:Lean, f, event_type, ex, final=noop):
-    if event_type in ('batch','backward','step'): return run_events(self.learn._call_one, f, event_type, ex, final)
-    run = partial(type(self.learn)._with_events, self.learn, f, event_type, ex, final)
-    if event_type!='fit': return run()
-    with lists_ctx(self.learn.opt), own_report(self.learn): run()
+    def _on_with_events(self, f, event_type, ex, final=noop):
+        if event_type in ('batch','backward','step'): return run_events(self.learn._call_one, f, event_type, ex, final)
+        run = partial(type(self.learn)._with_events, self.learn, f, event_type, ex, final)
+        if event_type!='fit': return run()
+        with lists_ctx(self.learn.opt), own_report(self.learn): run()
+
+    def _on_all_batches(self):
+        learn = self.learn
+        learn.n_iter = len(learn.dl)
+        for o in enumerate(_in_few_calls(learn.dl)): learn.one_batch(*o)
 
 # %% ../../nbs/540_train.lean.ipynb #e6bea6cd
-@patch
-def _on_all_batches(self:Lean):
-    learn = self.learn
-    learn.n_iter = len(learn.dl)
-    for o in enumerate(_in_few_calls(learn.dl)): learn.one_batch(*o)
-
 def _in_few_calls(dl):
     own = isinstance(dl, DataLoader) and not isinstance(dl, DistributedDL) and type(dl).__iter__ is DataLoader.__iter__ and not dl.fake_l.num_workers
     return StepDL(dl, 0, 1) if own else dl

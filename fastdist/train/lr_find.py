@@ -2,7 +2,7 @@
 
 fastai's finder writes the weights to a file with a name of its own, on each rank another, and counts the batches of one process.
 
-The tempting way is to let rank 0 write and all ranks read. The file then lies where only some nodes see it, and a search that fails leaves it there.
+Rank 0 could write and all ranks read. The file then lies where only some nodes see it, and a search that fails leaves it there.
 
 Here each rank keeps a snapshot in memory, so it goes back to where it was, and the steps are those of all ranks. Rank 0 shows the plot. As in one process the random state goes on from where
 the search ends, so a fit after it takes the samples in the same order."""

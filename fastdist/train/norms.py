@@ -2,7 +2,7 @@
 
 Norms have statistics of a batch, and a rank has a part of the batch. How the parameters of the model lie makes no difference to that, so replicas and shards have the same part for it.
 
-The tempting way is to convert the model when a fit begins, and to leave the rest to torch. But a model that comes in the midst of a fit has norms too, a ragged batch counts for less than others, and a batch that a rank has only to make
+Torch converts a model when it is told to, and takes over. But a model that comes in the midst of a fit has norms too, a ragged batch counts for less than others, and a batch that a rank has only to make
 the step counts for nothing.
 
 `Norms` knows which norms of the user were changed and how, tells them what part of the global batch comes next, and restores them."""

@@ -2,7 +2,7 @@
 
 The pass over the loss of the batch goes through the layout, which exchanges its gradients. People run others: a second one for SAM, one over a loss that the Learner does not know, one in a step of their own.
 
-The tempting way is to look at `learn.loss` alone. What a pass adds that nobody sees stays on its rank, the optimizer uses it, and ranks part.
+`learn.loss` alone does not tell. What a pass adds that nobody sees stays on its rank, the optimizer uses it, and ranks part.
 
 So each pass goes through here. The one over the loss is handed on; any other is weighed as the batch is, and averaged at once."""
 

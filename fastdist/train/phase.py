@@ -2,7 +2,7 @@
 
 An epoch has two phases, training and evaluation, and a callback may start another evaluation within either. Each phase goes over one loader, and a rank goes over its share of it.
 
-The tempting way is `fastai.distributed`'s: replace the loaders of `learn.dls` before a fit and put them back after it. An exception skips the second half, and whoever looks at
+`fastai.distributed` shows what goes wrong. It replaces the loaders of `learn.dls` before a fit and puts them back after it. An exception skips the second half, and whoever looks at
 `learn.dls` meanwhile finds loaders that the user did not make.
 
 So `learn.dls` stay the user's loaders. Only `learn.dl`, the loader of the phase that runs, is a share. It is made once a fit, so that data workers that persist stay with it, and it follows

@@ -2,7 +2,7 @@
 
 A training loop needs somebody who wraps the model, shares out the data and reduces numbers. Accelerate does, once this process has joined its job and Accelerate knows where it stands.
 
-The tempting way is to do both when the object is made. But it may be made in the head, which is no rank, or in a rank before it knows that it is one, and Accelerate's global state would be there for good.
+Both could be done when the object is made. But it may be made in the head, which is no rank, or in a rank before it knows that it is one, and Accelerate's global state would be there for good.
 
 So the object is a description of the job until something is asked of it that only a rank can do. Then it joins, and everything that Accelerate can do is asked of Accelerate. `finalize` puts all back."""
 

@@ -2,7 +2,7 @@
 
 A Learner trains on N ranks when its forward pass in training goes through a wrapper, `DistributedDataParallel` for one.
 
-The tempting way is to put the wrapper in the Learner's place of the model, and to take it out after training. Then every callback and every hook sees
+With the wrapper in the place of the model every callback and every hook sees
 the wrapper, checkpoints get names with `module.`, a rank that looks at the model on its own may wait for the others for ever, and an exception leaves
 everything wrapped.
 
@@ -61,21 +61,19 @@ class LendingCallback(Callback):
         self.__dict__['_learner'] = v
         if v is not None: self._lend()
 
+    def _lend(self):
+        learn = self.learn
+        self.__dict__['_found'] = {k:vars(learn)[k] for k in self._lent if k in vars(learn)}
+        for k in self._lent: setattr(learn, k, getattr(self, '_on_'+k.lstrip('_')))
+
+    def _return(self):
+        learn,found = self.learn,self.__dict__.pop('_found', {})
+        for k in self._lent:
+            if getattr(vars(learn).get(k), '__self__', None) is self: del vars(learn)[k]
+            if k in found and k not in vars(learn) and not _left(found[k], learn): setattr(learn, k, found[k])
+
 # %% ../../nbs/502_train.proxy.ipynb #6ce8e399
 def _left(f, learn): return isinstance(o := getattr(f, '__self__', None), Callback) and o.learn is not learn
-
-@patch
-def _lend(self:LendingCallback):
-    learn = self.learn
-    self.__dict__['_found'] = {k:vars(learn)[k] for k in self._lent if k in vars(learn)}
-    for k in self._lent: setattr(learn, k, getattr(self, '_on_'+k.lstrip('_')))
-
-@patch
-def _return(self:LendingCallback):
-    learn,found = self.learn,self.__dict__.pop('_found', {})
-    for k in self._lent:
-        if getattr(vars(learn).get(k), '__self__', None) is self: del vars(learn)[k]
-        if k in found and k not in vars(learn) and not _left(found[k], learn): setattr(learn, k, found[k])
 
 # %% ../../nbs/502_train.proxy.ipynb #eb3fe2a4
 class WrapperCallback(LendingCallback):

@@ -2,7 +2,7 @@ r"""Shards are rows: which rank has which, and how they are put together
 
 Of $n$ rows on $S$ ranks, rank $r$ has $r\lceil n/S\rceil$ to $(r+1)\lceil n/S\rceil$, as torch's `chunk` deals them.
 
-The tempting way is to ask torch for the whole of a tensor that is in shards. It asks the process group that the tensor was cut in, and after an error that one is gone.
+Torch gives the whole of a tensor that is in shards. It asks the process group that the tensor was cut in, and after an error that one is gone.
 
 By arithmetic every rank knows who has what, whatever group there is, and what a padded piece is worth."""
 

@@ -3,7 +3,7 @@
 A forward pass gathers the shards of all ranks, so it is an exchange. In a step and in an evaluation all ranks make it at the same place, and nothing has to be said. But people call a model elsewhere: a callback on rank 0 looks at activations,
 a script predicts where `rank==0`, a unit is called by itself.
 
-The tempting way is to let them. The rank then waits in the gathering of the first unit for ranks that never come, or, worse, they come with another unit.
+Nothing in torch forbids them. The rank then waits in the gathering of the first unit for ranks that never come, or, worse, they come with another unit.
 
 So the first pass of a batch, which is the batch's own, is free. Any other pass is an exchange with a name, in which ranks wait for each other, and are told when they do not come."""
 

@@ -2,7 +2,7 @@
 
 An optimizer knows parameters as objects: it lists them, and its state has them as keys. In shards they are other objects, and a state of the size of the whole parameter is what sharding is to avoid.
 
-The tempting way is to make a new optimizer. The user's has a state, hyperparameters, frozen groups, and is named in callbacks.
+A new optimizer will not do. The user's has a state, hyperparameters, frozen groups, and is named in callbacks.
 
 So parameters are exchanged inside it, wherever it holds them, and its state is cut as they are. fastai's steps are functions of one parameter. Most of them treat each element by itself, so they step
 this rank's rows as they would the whole: $f(x)_r=f(x_r)$. Where a function is not known to do so, as with Larc and Lamb, which compute norms, it gets tensors that know that they are in shards, and torch

@@ -2,7 +2,7 @@
 
 A state on the disk is a dict of values. In shards most of it is what it is elsewhere, the same on all ranks or rank 0's. The tensors of the model and of the optimizer are not: each rank has its rows.
 
-The tempting way is torch's `get_optimizer_state_dict`. It makes a step with gradients of zero to have a state, loses that of frozen parameters, and the hyperparameters of a group without parameters.
+For this torch has `get_optimizer_state_dict`. It makes a step with gradients of zero to have a state, loses that of frozen parameters, and the hyperparameters of a group without parameters.
 
 Here the state is taken as in one process, and the tensors in shards give way to their names: `model.{name}` and `opt.state.{parameter}.{key}`. The rows go under these names to where ranks write them. On the way back, names
 and whole tensors alike become what the parameter is now: rows of this rank, on any number of ranks, or all of it."""

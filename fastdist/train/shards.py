@@ -3,7 +3,7 @@
 A model that no device holds is cut: each rank holds a part of each parameter, its shard. Before a module computes, its parameters are gathered; after it, they are freed; in the backward pass
 gradients are summed and cut in the same way. torch does this with `fully_shard`, for one unit of the model after another.
 
-The tempting way is to call it, and to leave the model as it is from there on. But `fully_shard` replaces all Parameter objects, changes classes and adds hooks, and torch has no way back: a model that was
+One call makes shards, and none takes them off again. `fully_shard` replaces all Parameter objects, changes classes and adds hooks, and torch has no way back: a model that was
 trained so cannot be copied, pickled, or used by one process.
 
 Here everything that `fully_shard` changes is known. Parameter objects of the user are kept without their values, and get them again, so optimizers, hooks and names that point to them are right afterwards.

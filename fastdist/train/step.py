@@ -3,7 +3,7 @@
 fastai gives the model plain tensors, but its losses make tensors of its own type of them, on which each operation takes a way through Python: a cross entropy of 15 microseconds takes 90. A batch is moved to a device on
 which it is, after a search for the first parameter of the model, and split at a number that is looked for in the loader, its data set, and theirs.
 
-The tempting way is a loop of our own. Learners have subclasses that override `_do_one_batch`, `_split` or `_step`, and callbacks put functions of their own into the Learner.
+A loop of our own would be short. But Learners have subclasses that override `_do_one_batch`, `_split` or `_step`, and callbacks put functions of their own into the Learner.
 
 So a Learner is lent single methods, each where it has fastai's own. They do the same operations in the same order, ask the Learner for every part that somebody may replace, and the loss that callbacks see has fastai's type."""
 

@@ -2,7 +2,7 @@
 
 Afterwards the Learner is the user's, whole on every rank, also after an error. And a file that is written meanwhile is one that plain fastai reads.
 
-The tempting way is torch's `full_tensor` of each parameter. It needs the process group that the parameters were cut in, and after an error that is gone. It also gives the whole to every rank, where rank 0 alone writes.
+Torch's `full_tensor` gives one parameter after the other. It needs the process group that the parameters were cut in, and after an error that is gone. It also gives the whole to every rank, where rank 0 alone writes.
 
 So rows are gathered one parameter after the other, over the group that is there, to all ranks or to one. Where a process was lost its rows are lost with it: the others get NaN for them, and a warning. A wrong number is never put in silence where a right
 one was."""

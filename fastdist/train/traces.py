@@ -2,7 +2,7 @@
 
 `fully_shard` adds hooks to modules, changes their classes, and registers them in a table of torch. None of it has a public way back.
 
-The tempting way is to remember what was there before, and to put that back. What the user has added meanwhile would go with it.
+To put back what was there before is too much. What the user has added meanwhile would go with it.
 
 So what FSDP has added is known by itself: a hook by the module that its function is from, an attribute by its name. A hook of the user is never taken for one of FSDP, and what a new torch adds is found, since nothing of FSDP may be left."""
 

@@ -2,7 +2,7 @@
 
 Here a Learner's training comes together: its forward pass goes through a layout, its loaders give each rank its share, and callbacks of our own weigh its losses and evaluate.
 
-The tempting way is `fastai.distributed`'s: wrap in `before_fit`, unwrap in `after_fit`, gather in between. An exception skips `after_fit`, and every batch pays
+`fastai.distributed` wraps in `before_fit`, unwraps in `after_fit`, and gathers in between. An exception skips `after_fit`, and every batch pays
 for the gathering.
 
 The trainer does little by itself. It joins the job, opens and closes phases, lets ranks agree on what cancels, and puts everything back in a `finally`:

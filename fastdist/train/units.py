@@ -2,7 +2,7 @@
 
 A sharded model holds a part of each parameter. Before the forward pass of a unit runs, its parameters are gathered; afterwards they are freed. So memory is that of one rank's parts, plus the largest unit.
 
-The tempting way is one unit for the whole model, which gathers everything at once, or one for each layer, which sends a message for each bias. A module is a good unit where it is one of a row that the
+One unit for the whole model gathers everything at once, one for each layer sends a message for each bias. A module is a good unit where it is one of a row that the
 model runs through: a block of a ResNet or of a transformer.
 
 The parameters of a unit are whole only while the forward pass of that very module runs. This rules out

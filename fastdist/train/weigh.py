@@ -8,7 +8,7 @@ If each rank's loss weighs $w_r\propto v_r$, the exchange gives the mean of $w_r
 to divide the gradients where it is not 1, and the loss of all ranks. So no rank ever reads a loss that is not everybody's: the smoothed loss, a learning rate finder that stops when it explodes and a check
 for NaN come out alike on all ranks. Only within a window of gradient accumulation is a loss each rank's own, and who reads it is named.
 
-The tempting way is to let the backward pass run as it does and to mend the gradients afterwards. Clipping, a scaler and whoever else reads gradients would have seen the wrong ones.
+To mend the gradients after the backward pass is too late. Clipping, a scaler and whoever else reads gradients would have seen the wrong ones.
 
 `Weigh` is a callback of its own. It sees each backward pass, weighs it, and asks the layout to exchange what belongs to it."""
 

@@ -3,7 +3,7 @@
 DDP averages gradients over ranks, as if the loss of each rank were the mean over the same number of things. Often it is not: the last batch is ragged, tokens are ignored, samples have class weights, the loss
 is a sum, or a callback has left samples out.
 
-The tempting way is to exchange the counts before each backward pass. That is one more round trip in each step.
+To exchange the counts before each backward pass would be one more round trip in each step.
 
 By arithmetic a rank knows how many samples all ranks were planned to have, so it can weigh its loss without asking: by its planned part, and where its batch is another than planned, by what is there now. The
 sum of the weights travels with the gradients, and what they are divided by afterwards is exact."""
