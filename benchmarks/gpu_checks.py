@@ -18,9 +18,9 @@ from fastdist.comm.rng import kept_random
 from fastdist.job.group import Membership
 from fastdist.observe.checks import _off as off
 from fastdist.observe.straggler import shown_parts
-from fastdist.train.cut import RowCarrier
+from fastdist.train.shard import RowCarrier
 from fastdist.train.ddp import Carrier,is_direct
-from fastdist.train.gradients import each_backward
+from fastdist.train.backward import each_backward
 from fastdist.train.foreach import lists_ctx
 from fastdist.train.shards import Shards
 from work import cnn,mlp,resnet18

@@ -38,7 +38,6 @@ from fastcore.all import *
 from fastai.basics import *
 from .base.errors import *
 from .job.world import *
-from .job.store import *
 from .job.group import *
 from .comm.collective_log import *
 from .comm.control import *

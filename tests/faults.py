@@ -9,7 +9,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastdist import *
 from fastdist.train.events import cancels
 from fastdist.comm.control import control_connection
-from fastdist.train.gradients import local
+from fastdist.train.backward import local
 from accelerate.state import PartialState
 
 for o in ('torch._dynamo','fastdist.train.fsdp'): import_module(o) # imported when a model is wrapped, for two seconds; forked ranks have them then

@@ -9,7 +9,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.optimizer import *
 from fastdist import *
-from fastdist.train.gradients import each_step,local
+from fastdist.train.backward import each_step,local
 from fastdist.train import foreach
 from fastdist.train.foreach import *
 

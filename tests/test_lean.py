@@ -11,7 +11,7 @@ from fastai.optimizer import *
 from torch.utils.data import TensorDataset,DataLoader as TorchLoader
 from learners import *
 from fastdist import *
-from fastdist.train.lean import Lean
+from fastdist.train.step import Lean
 from fastdist.train.foreach import ListSteps
 from fastdist.train.step import LeanStep
 

@@ -6,7 +6,7 @@ from fastai.callback.all import *
 from fastcore.test import test_eq
 from fastdist import *
 from fastdist.job.shard_plan import ShardPlan
-from fastdist.train.gradients import local
+from fastdist.train.backward import local
 from fastdist.train.units import choose_units
 from collectives import counting
 from test_shard_plans import plugin,Block

@@ -23,7 +23,7 @@ from fastcore.all import *
 from torch.distributed import PrefixStore
 from ..base.at_fork import *
 from ..job.world import *
-from ..job.store import *
+from ..job.group import *
 from .wire import *
 from .collective_log import *
 

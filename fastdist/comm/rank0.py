@@ -24,7 +24,6 @@ from fastcore.all import *
 from torch.distributed import DistError
 from ..base.loans import *
 from ..base.errors import *
-from ..job.store import *
 from ..job.group import *
 from .collective_log import *
 from .control import *

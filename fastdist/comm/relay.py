@@ -24,7 +24,7 @@ __all__ = ['NodeRelays']
 import json
 from dataclasses import replace
 from fastcore.all import *
-from ..job.store import *
+from ..job.group import *
 from .control import *
 
 # %% ../../nbs/113_comm.relay.ipynb #74560aac

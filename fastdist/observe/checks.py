@@ -27,7 +27,7 @@ from ..job.world import *
 from ..job.group import *
 from ..comm.collectives import *
 from ..state.replicas import *
-from ..train.gradients import *
+from ..train.backward import *
 
 # %% ../../nbs/602_observe.checks.ipynb #870a0e39
 class Blobs:

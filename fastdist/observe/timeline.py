@@ -30,7 +30,6 @@ from ..comm.collective_log import *
 from ..comm.collectives import *
 from ..train.proxy import *
 from .step_clock import *
-from .waits import *
 from .straggler import *
 
 # %% ../../nbs/608_observe.timeline.ipynb #f42b52dd

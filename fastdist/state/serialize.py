@@ -170,16 +170,14 @@ def _in_runs(vs):
     return ('runs',res) if 1<len(res)<len(vs)/8 else None
 
 # %% ../../nbs/406_state.serialize.ipynb #8dbf4936
-_as_is = {bool,str,type(None),Stored}
+_as_is = {bool,int,float,str,type(None),Stored}
 
-def _plain_keys(d): return {*map(type, d)}<={str} and not any(k[:1]=='$' for k in d)
+def _plain_keys(d): return {*map(type, d)}<={str} and '$' not in ''.join(d)
 
 def _pack(v, copy):
     cls = type(v)
     if cls in _as_is: return v
     if cls is Tensor: return _pack_tensor(v, copy)
-    if cls is int: return v if v.bit_length()<1000 else ('int',hex(v))
-    if cls is float: return v if isfinite(v) else ('float',repr(v))
     if cls is list:
         one = v and (_stacked(v) or _in_runs(v))
         return (one[0],_pack(one[1], copy)) if one else [o if type(o) in _as_is else _pack(o, copy) for o in v]
@@ -191,7 +189,7 @@ def _pack(v, copy):
 def pack(
     v, # A value that `check_plain` passes
     copy:bool=False # Whether its tensors are copies on the CPU, which a step does not change; else they share memory with those of `v`
-): # Of lists, dicts, contiguous tensors, finite numbers, text and `None`; each tuple in it is a name and a content
+): # Of lists, dicts, contiguous tensors, numbers, text and `None`; each tuple in it is a name and a content
     "Return `v` in the types that `to_json` writes; raise the `TypeError` of `check_plain` where it cannot be"
     try: return _pack(v, copy)
     except (TypeError,ValueError,RecursionError):
@@ -217,6 +215,8 @@ class _Named(dict):
         if isinstance(v, Tensor): return {'$tensor':self.add(v, path or 'value')}
         if type(v) is Stored: return {'$tensor':str(v)}
         if type(v) is dict: return {k:self.tree(o, f'{path}.{k}'.lstrip('.')) for k,o in v.items()}
+        if type(v) is float and not isfinite(v): return {'$float':repr(v)}
+        if type(v) is int and v.bit_length()>1000: return {'$int':hex(v)} # more digits than Python reads
         if type(v) is list: return [self.tree(o, f'{path}.{i}'.lstrip('.')) for i,o in enumerate(v)]
         if type(v) is not tuple: return v
         name,its = v

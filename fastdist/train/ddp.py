@@ -30,7 +30,7 @@ from ..comm.collectives import *
 from ..evaluate.recorder import *
 from ..state.replicas import *
 from .norms import *
-from .gradients import *
+from .backward import *
 from .layout import *
 
 # %% ../../nbs/515_train.ddp.ipynb #9f23a1af

@@ -29,7 +29,7 @@ from fastai.basics import *
 from fastai.optimizer import (Lookahead,adam_step,average_grad,average_sqr_grad,l2_reg,lamb_step,larc_layer_lr,larc_step,momentum_step,
     qhadam_step,radam_step,rms_prop_step,sgd_step,step_stat,weight_decay,debias,_update)
 from ..evaluate.recorder import *
-from .gradients import *
+from .backward import *
 
 # %% ../../nbs/509_train.foreach.ipynb #b8203f70
 class _Part:

@@ -21,15 +21,15 @@ from fastai.basics import *
 from ..comm.collectives import *
 from ..state.replicas import *
 from .context import *
-from .gradients import *
+from .backward import *
 from .norms import *
 from .layout import *
 from .rows import *
 from .shards import *
 from .shard_passes import *
 from .sharded_opt import *
-from .cut import *
-from .together import *
+from .shard import *
+from .unshard import *
 
 # %% ../../nbs/530_train.fsdp.ipynb #64047594
 _sharded = ('Before and after its forward pass, this rank has a part of each parameter of a model in shards, a DTensor. HINT: call learn.model, or make a unit of the module that you call '

@@ -35,7 +35,7 @@ from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..evaluate.mixing import *
 from ..state.replicas import *
-from .gradients import *
+from .backward import *
 from .norms import *
 
 # %% ../../nbs/513_train.layout.ipynb #809cadb3

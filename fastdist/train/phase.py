@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
 from ..job.world import *
 from ..data.loader import *
-from .accumulate import *
+from .backward import *
 
 # %% ../../nbs/511_train.phase.ipynb #b49e928a
 @dataclass

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from torch.amp import GradScaler
 from ..job.world import *
 from ..comm.collectives import *
-from .gradients import *
+from .backward import *
 
 # %% ../../nbs/519_train.rows.ipynb #63e3a066
 def rows_of(

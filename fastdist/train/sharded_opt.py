@@ -22,7 +22,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.optimizer import (Lookahead,_update,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,qhadam_step,
     radam_step,rms_prop_step,sgd_step,step_stat,weight_decay)
-from .gradients import *
+from .backward import *
 from .foreach import *
 from .rows import *
 from .shards import *

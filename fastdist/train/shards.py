@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from fastcore.all import *
 from fastai.basics import *
-from .gradients import *
+from .backward import *
 from .rows import *
 from .traces import *
 

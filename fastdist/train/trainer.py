@@ -40,10 +40,10 @@ from ..evaluate.loss import *
 from ..evaluate.evaluate import *
 from ..state.checkpoint import *
 from ..state.held import *
-from ..state.samples import *
+from ..state.rewind import *
 from .context import *
 from .process import *
-from .accumulate import *
+from .backward import *
 from .foreach import *
 from .step import *
 from .events import *

@@ -33,9 +33,8 @@ from ..evaluate.loss import *
 from ..evaluate.recorder import *
 from ..evaluate.mixing import *
 from .proxy import *
-from .gradients import *
+from .backward import *
 from .weights import *
-from .passes import *
 
 # %% ../../nbs/534_train.weigh.ipynb #73520775
 _after = 'after_backward','before_step','after_step','after_cancel_step','after_cancel_batch','after_batch'

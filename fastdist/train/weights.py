@@ -23,7 +23,7 @@ from ..comm.collectives import *
 from ..data.loader import *
 from ..evaluate.loss import *
 from ..evaluate.mixing import *
-from .accumulate import *
+from .backward import *
 
 # %% ../../nbs/531_train.weights.ipynb #3cf0475b
 class Weights:
