@@ -40,7 +40,8 @@ class Faults:
         self.armed,self.amid = False,None # whether the main thread may be interrupted; id of the error that it was handling when it was armed
         self.was_cut = False # whether the process group has been aborted
         self.main,self.signal = False,SharedSignal(signal.SIGURG, lambda _,frame: self._interrupt(frame)) # whether the connection's `ident` is Python's main thread; the signal that interrupts it
-        control.at(before_start=self._install, not_opened=self._not_opened, lost=self._lost, look=self._interfere, due=self._due, relays=self._relays,
+        control.at(before_start=self._install, not_opened=lambda e: isinstance(e, TimeoutError) and self.failed_here(e),
+            lost=lambda rank, why: self.tell_error(rank, why, math.inf), look=self._interfere, due=self._due, relays=self._relays,
             thread_failed=self._thread_failed, next_generation=self._next, before_close=self._before_close, after_close=self.signal.uninstall)
 
 # %% ../../nbs/105_comm.faults.ipynb #2d8a91e2
@@ -49,12 +50,7 @@ def _install(self:Faults):
     self.main = threading.current_thread() is threading.main_thread()
     if self.main: self.signal.install()
 
-@patch
-def _not_opened(self:Faults, e):
-    if isinstance(e, TimeoutError): self.failed_here(e)
 
-@patch
-def _lost(self:Faults, rank, why): self.tell_error(rank, why, math.inf)
 
 # %% ../../nbs/105_comm.faults.ipynb #d62696f3
 @patch

@@ -29,6 +29,9 @@ class JobCallback(Callback):
         if event_name in of_batch: return getattr(self, event_name, noop)()
         super().__call__(event_name)
 
+    def before_state(self): "Called by a `Checkpoint` before it takes a state"
+    def after_put_back(self): "Called by a `Checkpoint` when it has put a state back"
+
 # %% ../../nbs/012_job.callbacks.ipynb #495ac4e1
 rank0_callbacks = ['ProgressCallback','ShowGraphCallback','CSVLogger','TensorBoardCallback','TensorBoardProjectorCallback','WandbCallback',
     'CometCallback','NeptuneCallback']

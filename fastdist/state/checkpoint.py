@@ -50,7 +50,7 @@ class Checkpoint(Callback):
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('now','handed')}
 
     def hand(self,
-        *parts # Loaders and layout of a job, as `LocalLoaders` and `LocalLayout`; none outside of one
+        *parts # Loaders, layout and callbacks of a job, as for `Fit`; none outside of one
     ):
         "Let the fits that begin from now on use `parts`"
         self.handed = parts

@@ -181,7 +181,7 @@ def save(self:CheckpointWriter,
 ):
     "Write a state of the training; unless `wait`, beside it, and not while another one is being written"
     fit,shared = self.fit,self.shared
-    for cb in fit.learn.cbs: getattr(type(cb), 'before_state', noop)(cb)
+    for cb in fit.helpers: cb.before_state()
     left = not batch and self._left_over()
     if wait: self.writer.wait()
     if shared and not shared.agree(self._new_folder() if fit.rank==0 else None, left): return

@@ -59,9 +59,11 @@ class Fit:
         learn:Learner, # Begins to fit
         path, # Of its `Checkpoint`
         loaders=None, # As `LocalLoaders`, its default
-        layout=None # As `LocalLayout`, its default
+        layout=None, # As `LocalLayout`, its default
+        helpers:tuple=() # Callbacks of the job, each a `JobCallback`
     ):
-        self.learn,self.path,self.loaders,self.layout,self.line = learn,Path(path),loaders or LocalLoaders(),layout or LocalLayout(),control_connection()
+        self.learn,self.path,self.line,self.helpers = learn,Path(path),control_connection(),helpers
+        self.loaders,self.layout = loaders or LocalLoaders(),layout or LocalLayout()
         self.rank,self.size = (self.line.rank,self.line.world.size) if self.line else (0,1)
         self.number,self.steps,self.rows = fits_done(learn, path),0,[] # how many fits were done; steps of the optimizer, and rows of the recorder, of this one
         firsts,key = _firsts.setdefault(learn, {}),os.path.abspath(path)
@@ -153,7 +155,7 @@ def put_back(self:Resume):
     put_back(fit.learn, state, mine, p['path'])
     fit.steps,self.before = p['about']['steps'],p['learner']['before']
     if not p['done']: fit.layout.settle(p['learner']['buckets'])
-    for cb in fit.learn.cbs: getattr(type(cb), 'after_put_back', noop)(cb)
+    for cb in fit.helpers: cb.after_put_back()
 
 @patch
 def _mine(self:Resume):

@@ -84,7 +84,8 @@ class Shards:
         root:dict=None, # In place of some of `how` for the unit of `model`
         **how # For torch's `fully_shard`
     ):
-        self.model,self.parts,self.carrier,self.over,self.root_how,self.how = model,[*units,model],carrier,over,root or {},how|dict(ignored_params={*whole})
+        self.model,self.parts,self.carrier,self.over = model,[*units,model],carrier,over or (lambda: noop)
+        self.root_how,self.how = root or {},how|dict(ignored_params={*whole})
         self.lacking = Lacking(model)
         self.held,self.strides,self.mesh,self.classes,self.undo = {},{},None,{},noop
         self.rows,self.news,self.carried = {},[],{m:dict(m._parameters) for m in (carrier.modules() if carrier else ())}
@@ -144,11 +145,9 @@ def put_on(self:Shards,
         self._shard(m)
         if group: exchange_in(m, group)
     fully_shard.state(self.model)._lazy_init() # or a unit that is called before the model takes itself for the outermost
-    self._dress_over()
+    self.undo = self.over()
 
 # %% ../../nbs/523_train.shards.ipynb #e8d75bce
-@patch
-def _dress_over(self:Shards): self.undo = self.over() if self.over else noop
 @patch
 def _new(self:Shards, m): return [p for p in m.parameters() if not isinstance(p, DTensor) and p not in self.how['ignored_params']]
 @patch
@@ -356,7 +355,7 @@ def _dress(self:Shards, saved, classes):
     for p,o in self.held.items():
         o._setattr_on_modules(o.sharded_param)
         p.data = p.data.new_empty(0)
-    self._dress_over()
+    self.undo = self.over()
 
 # %% ../../nbs/523_train.shards.ipynb #785d8c20
 class ShardedModels(dict):

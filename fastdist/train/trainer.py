@@ -32,6 +32,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..job.options import *
+from ..job.callbacks import *
 from ..job.shard_plan import *
 from ..comm.collectives import *
 from ..comm.rng import *
@@ -178,7 +179,7 @@ def _return(self:DistributedTrainer):
     super(DistributedTrainer, self)._return()
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
-    self._hand_over(None, None)
+    self._hand_over()
     self.accelerator.adopt(None, None)
     self.job = self.own_report = None
 
@@ -252,7 +253,7 @@ def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
         self.layout.renew(self.learn)
         check_alike(learner_facts(self.learn, event_type))
         self._events.vote = self.agreement.vote
-        self._hand_over(self.phases, self.layout)
+        self._hand_over(self.phases, self.layout, [o for o in self.job.helpers if isinstance(o, JobCallback)])
         try: return run(f, event_type, ex, final)
         finally: self.job.line.faults.armed = False # before anything that puts back begins; a call would come too late
 
@@ -264,8 +265,8 @@ def _on_call_one(self:DistributedTrainer, event_name):
 
 # %% ../../nbs/539_train.trainer.ipynb #a8a81f7f
 @patch
-def _hand_over(self:DistributedTrainer, phases, layout):
-    for cb in self.learn._grab_cbs(Checkpoint): cb.hand(phases, layout)
+def _hand_over(self:DistributedTrainer, *parts):
+    for cb in self.learn._grab_cbs(Checkpoint): cb.hand(*parts)
 
 @patch
 @contextmanager
