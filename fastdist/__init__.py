@@ -56,6 +56,7 @@ Modules:
 - `fastdist.job.callbacks`: Callbacks that are on a Learner only inside a job, and those that only rank 0 runs
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
 - `fastdist.job.group`: Join a process to its job, and undo that
+- `fastdist.job.hooks`: Callbacks that lend a Learner methods, and that stand around its events
 - `fastdist.job.options`: Options of Accelerate, honoured or refused
 - `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
 - `fastdist.job.shard_plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`

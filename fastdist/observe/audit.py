@@ -166,7 +166,7 @@ class Replays:
         try:
             with sharded(t),scratch_files(self.token),quietly(learn),how(learn):
                 self._begin()
-                return replay(learn, Excerpt(self.k, values), t._on_with_events)
+                return replay(learn, Excerpt(self.k, values), partial(t._on_with_events, partial(type(learn)._with_events, learn)))
         finally:
             t._said = said
             self.there.restore()

@@ -163,9 +163,9 @@ def _other_draws(get_idxs):
 def replay(
     learn:Learner, # About to fit; whoever calls this restores it
     excerpt:Excerpt, # What to note
-    run:callable=None # Method `_with_events` to call; fastai's by default
+    run:callable=None # As `_with_events`, which is the default, of the Learner's class
 )->Excerpt: # `excerpt`
     "Make the steps of `excerpt`, and return it"
     learn.add_cb(excerpt)
-    (run or partial(unwrap(Learner._with_events), learn))(partial(unwrap(Learner._do_fit), learn), 'fit', CancelFitException, learn._end_cleanup)
+    (run or partial(Learner._with_events, learn))(partial(unwrap(Learner._do_fit), learn), 'fit', CancelFitException, learn._end_cleanup)
     return excerpt

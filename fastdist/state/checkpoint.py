@@ -17,12 +17,11 @@ __all__ = ['Checkpoint', 'Schedule', 'CheckpointedFit']
 # %% ../../nbs/414_state.checkpoint.ipynb #4827fc70
 import math,time
 from contextlib import ExitStack
-from functools import wraps
-from inspect import unwrap
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from ..base.errors import *
+from ..job.hooks import *
 from ..comm.steps import *
 from .folder import *
 from .preempt import *
@@ -31,10 +30,9 @@ from .resume import *
 from .checkpoint_writer import *
 
 # %% ../../nbs/414_state.checkpoint.ipynb #78c865ee
-class Checkpoint(Callback):
+class Checkpoint(LendingCallback):
     "Write states of the training into the folder `path`, and go on from the newest when the script is started again"
-    order,run_valid,now,handed = 10**6,False,None,()
-    __setattr__ = object.__setattr__ # fastai's looks for each name in the Learner and its model, to warn of one that is there too
+    order,run_valid,now,handed,_lent = 10**6,False,None,(),('_with_events',)
     def __init__(self,
         path, # Folder for the states of one Learner; made when the first is written
         every:int=None, # Steps of the optimizer between two states; by time alone where `None`
@@ -199,16 +197,12 @@ def _checkpoint(learn):
     if len(cbs)>1: raise ValueError(f'You gave the Learner {len(cbs)} callbacks Checkpoint, for {", ".join(str(o.path) for o in cbs)}. HINT: one of them')
     return first(cbs) if not learn._grab_cbs(LRFinder) else None
 
-def _with_checkpoint(do):
-    "Return `do`, fastai's `Learner._with_events`, which also asks a `Checkpoint`"
-    @wraps(do)
-    def _with_events(self, f, event_type, ex, final=noop):
-        cb = _checkpoint(self) if event_type in _asked else None
-        if cb is None or cb.now is None and event_type!='fit': return do(self, f, event_type, ex, final)
-        if cb.now and event_type=='fit': return cb.aside(partial(do, self, f, event_type, ex, final))
-        run = partial(do, self, cb.now.loop.batches(f) if event_type=='train' else f, event_type, ex, final)
-        return cb.around(run, final) if event_type=='fit' else cb.now.epoch(run) if event_type=='epoch' else run()
-    return _with_events
-
 _asked = frozenset(['fit','epoch','train'])
-Learner._with_events = _with_checkpoint(unwrap(Learner._with_events))
+
+@patch
+def _on_with_events(self:Checkpoint, run, f, event_type, ex, final=noop):
+    if event_type not in _asked or self.learn is None or _checkpoint(self.learn) is not self: return run(f, event_type, ex, final)
+    if self.now is None and event_type!='fit': return run(f, event_type, ex, final)
+    if self.now and event_type=='fit': return self.aside(partial(run, f, event_type, ex, final))
+    run = partial(run, self.now.loop.batches(f) if event_type=='train' else f, event_type, ex, final)
+    return self.around(run, final) if event_type=='fit' else self.now.epoch(run) if event_type=='epoch' else run()

@@ -65,6 +65,7 @@ def in_batch(self:Agreement,
 # %% ../../nbs/537_train.agreement.ipynb #cf88aa73
 @patch
 def aside(self:Agreement,
+    run:callable, # Runs `f` with its events
     f:callable, # As for fastai's `_with_events`
     event_type:str, # Too
     *args # Too
@@ -72,7 +73,7 @@ def aside(self:Agreement,
     "Run an evaluation of rank 0 alone; raise `RuntimeError` for a fit"
     if event_type=='fit': raise RuntimeError('a callback for rank 0 alone trains the model that all ranks train. HINT: let it do so on all ranks, or train a copy')
     self.events.step_aside()
-    return type(self.learn)._with_events(self.learn, f, event_type, *args)
+    return run(f, event_type, *args)
 
 # %% ../../nbs/537_train.agreement.ipynb #bd1a04cf
 @patch

@@ -20,6 +20,7 @@ from fastai.losses import BaseLoss
 from fastai.callback.core import _events
 from fastai.data.load import DataLoader
 from ..data.fetch import *
+from ..job.hooks import *
 from ..data.loader import *
 from ..evaluate.recorder import *
 from .proxy import *
@@ -68,8 +69,10 @@ def is_plain(
 def runs_plainly(
     learn:Learner # Of any class
 )->bool:
-    "Return whether `learn` calls events as fastai does, with none of these methods replaced in its class or in itself"
-    return all(is_plain(learn, k) and k not in vars(learn) for k in ('_with_events','__call__','_call_one'))
+    "Return whether `learn` calls events as fastai does, with none of these methods replaced in its class or in itself, and has no wrapper"
+    hooks = first(hooks_of(learn))
+    ours = ('_with_events',) if hooks and hooks.is_on() and not hooks.found and not any(isinstance(o, WrapperCallback) for o in hooks.cbs) else ()
+    return all(is_plain(learn, k) and (k in ours or k not in vars(learn)) for k in ('_with_events','__call__','_call_one'))
 
 # %% ../../nbs/538_train.step.ipynb #db451282
 class LeanStep:
@@ -131,10 +134,11 @@ def _backward(self:LeanStep):
 class Lean(LendingCallback):
     "Lends a Learner in one process the step that ranks run"
     name,_lent = 'lean_step',('_with_events','_call_one','all_batches') # `learn.lean` is the method
+    around_order,gives_way = 1,True
     def _lend(self):
         self._events,self.step = Events(self.learn),LeanStep(self.learn)
         if not runs_plainly(self.learn): return
-        self.__dict__['_lent'] = [k for k in type(self)._lent if is_plain(self.learn, k) and k not in vars(self.learn)]
+        self.__dict__['_lent'] = [k for k in type(self)._lent if is_plain(self.learn, k) and (k=='_with_events' or k not in vars(self.learn))]
         super()._lend()
         self.step.lend()
 
@@ -146,11 +150,10 @@ class Lean(LendingCallback):
         if event_name not in _events: return type(self.learn)._call_one(self.learn, event_name)
         self._events(event_name)
 
-    def _on_with_events(self, f, event_type, ex, final=noop):
+    def _on_with_events(self, run, f, event_type, ex, final=noop):
         if event_type in ('batch','backward','step'): return run_events(self.learn._call_one, f, event_type, ex, final)
-        run = partial(type(self.learn)._with_events, self.learn, f, event_type, ex, final)
-        if event_type!='fit': return run()
-        with lists_ctx(self.learn.opt), own_report(self.learn): run()
+        if event_type!='fit': return run(f, event_type, ex, final)
+        with lists_ctx(self.learn.opt), own_report(self.learn): run(f, event_type, ex, final)
 
     def _on_all_batches(self):
         learn = self.learn

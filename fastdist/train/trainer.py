@@ -236,11 +236,11 @@ def _of_ranks(self:DistributedTrainer, f, event_type):
     return self.layout.counted(f) if event_type=='step' else f
 
 @patch
-def _on_with_events(self:DistributedTrainer, f, event_type, ex, final=noop):
-    if self._events.alone: return self.agreement.aside(f, event_type, ex, final)
+def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop):
+    if self._events.alone: return self.agreement.aside(run, f, event_type, ex, final)
     if event_type=='fit' and not self._fitting: self.rehearsal(self)
     if event_type in _of_step and self._lean: return self.agreement.in_batch(self._of_ranks(f, event_type), event_type, ex, final)
-    run = super(DistributedTrainer, self)._on_with_events
+    run = partial(super(DistributedTrainer, self)._on_with_events, run)
     inner = self._fitting or bool(self.phases.open)
     if event_type in ('train','validate'): run = partial(self._in_phase, run)
     if self.size==1: return run(f, event_type, ex, final)
