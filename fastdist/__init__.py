@@ -53,10 +53,9 @@ Modules:
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
 - `fastdist.evaluate.sandbox`: Trials of a user's code on copies, without side effects
 - `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
-- `fastdist.job.callbacks`: Callbacks that are on a Learner only inside a job, and those that only rank 0 runs
+- `fastdist.job.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
 - `fastdist.job.group`: Join a process to its job, and undo that
-- `fastdist.job.hooks`: Callbacks that lend a Learner methods, and that stand around its events
 - `fastdist.job.options`: Options of Accelerate, honoured or refused
 - `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
 - `fastdist.job.shard_plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`

@@ -26,7 +26,6 @@ from fastai.basics import *
 import json,numpy as np
 from ..job.group import *
 from ..job.callbacks import *
-from ..job.hooks import *
 from ..comm.collective_log import *
 from ..comm.collectives import *
 from ..train.proxy import *

@@ -21,7 +21,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from ..base.errors import *
-from ..job.hooks import *
+from ..job.callbacks import *
 from ..comm.steps import *
 from .folder import *
 from .preempt import *

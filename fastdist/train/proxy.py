@@ -18,7 +18,7 @@ __all__ = ['ModelProxy', 'own_model', 'WrapperCallback', 'ParallelTrainer']
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
-from ..job.hooks import *
+from ..job.callbacks import *
 
 # %% ../../nbs/502_train.proxy.ipynb #eb0dff9e
 class ModelProxy:

@@ -20,7 +20,7 @@ from fastai.losses import BaseLoss
 from fastai.callback.core import _events
 from fastai.data.load import DataLoader
 from ..data.fetch import *
-from ..job.hooks import *
+from ..job.callbacks import *
 from ..data.loader import *
 from ..evaluate.recorder import *
 from .proxy import *
