@@ -4,6 +4,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.test_utils import synth_learner
 from fastdist import *
+from fastdist.job.callbacks import JobCallback
 from fastdist.state.resume import LocalLayout,LocalLoaders
 
 class Ask(Callback):
@@ -30,8 +31,9 @@ def test_a_signal_stops_at_the_end_of_its_epoch_though_states_are_due_after_it(t
 class Lacking(Callback):
     "Notes the names that a fit in one process asks for, and that what the job has handed over lacks"
     def before_fit(self):
-        handed = zip(self.checkpoint.handed, (LocalLoaders,LocalLayout), strict=True)
-        self.names = [k for o,local in handed for k in vars(local) if k[0]!='_' and not hasattr(o, k)]
+        *handed,helpers = self.checkpoint.handed
+        self.names = [k for o,local in zip(handed, (LocalLoaders,LocalLayout), strict=True) for k in vars(local) if k[0]!='_' and not hasattr(o, k)]
+        assert len(helpers)>2 and all(isinstance(o, JobCallback) for o in helpers)
 
 def test_what_a_job_hands_over_answers_as_one_process_does(tmp_path):
     def run(rank):
