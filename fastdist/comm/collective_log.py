@@ -40,7 +40,7 @@ class Exchanges:
 
     @property
     def inside(self)->bool:
-        "Whether the main thread is in an exchange, so that another one would be part of it"
+        "Return whether the main thread is in an exchange, so that another one would be part of it"
         return bool(self.open) and self.open[-1][2]=='exchange'
 
     def of(self,

@@ -219,7 +219,7 @@ def _welcome(self:Listener, sock, p, rank, kind):
 # %% ../../nbs/103_comm.wire.ipynb #3834dba6
 @patch(as_prop=True)
 def complete(self:Listener)->bool:
-    "Whether all ranks are connected"
+    "Return whether all ranks are connected"
     return len(self.known)==self.others*len(_kinds)
 
 @patch

@@ -27,7 +27,7 @@ from .sharding import *
 # %% ../../nbs/203_data.deal.ipynb #f38b4642
 @dataclass(frozen=True)
 class Division:
-    "How the samples of a loader are divided over ranks"
+    "Division of a loader's samples over ranks"
     rank:int # This rank
     size:int # Number of ranks
     slicing:bool=True # Whether a rank has a slice of each global batch; one contiguous block otherwise

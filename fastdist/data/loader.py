@@ -73,7 +73,7 @@ class DistributedDL(TfmdDL):
 # %% ../../nbs/207_data.loader.ipynb #67bccbad
 @patch(as_prop=True)
 def _grouped(self:DistributedDL):
-    "Whether the process group has the ranks of this share; an explicit `rank` and `world_size` may differ from it"
+    "Return whether the process group has the ranks of this share; an explicit `rank` and `world_size` may differ from it"
     if self._in_job: return grouped()
     return self.world_size>1 and dist.is_initialized() and (dist.get_rank(),dist.get_world_size())==(self.rank,self.world_size)
 

@@ -205,12 +205,12 @@ class Reduction:
 
     @property
     def is_told(self):
-        "Whether there is nothing left to ask of the Learner's loss"
+        "Return whether there is nothing left to ask of the Learner's loss"
         return getattr(self.asked.get(id(self.learn.loss_func)), 'told', False)
 
     @property
     def kind(self):
-        "Whether the loss is a sum, and whether its mean has a normaliser"
+        "Return whether the loss is a sum, and whether its mean has a normaliser"
         f = self.learn.loss_func
         key = f,getattr(f, 'reduction', None)
         if self._last[0]!=key:

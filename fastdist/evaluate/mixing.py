@@ -182,7 +182,7 @@ def given(
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #3f90b6d1
 class _Trial:
-    "What a callback on trial sees of the Learner `learn`: its plain numbers, and `kw`"
+    "View of the Learner `learn` for a callback on trial: its plain numbers, and `kw`"
     x,y = add_props(lambda i,o: detuplify((o.xb,o.yb)[i]))
     def __init__(self, learn, **kw): vars(self).update({k:v for k,v in vars(learn).items() if isinstance(v, (bool,int,float,str))} | kw)
 

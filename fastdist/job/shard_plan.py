@@ -30,7 +30,7 @@ from .options import *
 # %% ../../nbs/013_job.shard_plan.ipynb #97f5eb41
 @dataclass
 class ShardPlan:
-    "How a model is divided over ranks"
+    "Division of a model over ranks"
     reshard:bool=None # Whether a unit is divided again after its forward pass; `None` for torch's default, all units but the root
     hybrid:bool=False # Whether each node has a whole replica, divided over its ranks
     classes:tuple=() # Names of module classes, each of whose modules is a unit

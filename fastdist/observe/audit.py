@@ -88,7 +88,7 @@ class Audit:
         return first(o for o in self.compared if o.differs)
     @property
     def ok(self):
-        "Whether nothing differs that was compared"
+        "Return whether nothing differs that was compared"
         return self.size==1 or bool(self.compared) and self.first is None
     def table(self):
         "Return all rows as a `DataFrame`"

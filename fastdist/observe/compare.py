@@ -121,7 +121,7 @@ def _tensors(o):
     return [t for x in its for t in _tensors(x)]
 
 class Points:
-    "What each transform, module and callback gave in one batch of a replay, in order"
+    "Results of each transform, module and callback in one batch of a replay, in order"
     def __init__(self,
         learn:Learner, # About to make steps
         at:int # Number of the batch

@@ -256,7 +256,7 @@ def end_validation(self:Clock):
 _kinds = 'all_','reduce','gather','scatter','broadcast','barrier','send','recv'
 
 class _Waited(dist.Work):
-    "What an exchange that has begun returns, with a `wait` that is timed"
+    "Proxy for the handle of a collective, with a timed `wait`"
     def __init__(self, work, clock):
         super().__init__()
         self.work,self.clock = work,clock

@@ -40,7 +40,7 @@ class Steps:
 
     @property
     def lateness(self)->np.ndarray:
-        "How long the rank that waits most waits longer than each rank: 0 for the first, most for the last"
+        "Return the longest wait of a rank minus that of each: 0 for the first, most for the last"
         return self.waiting.max(0)-self.waiting
 
     def part(self,

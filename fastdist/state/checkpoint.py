@@ -117,7 +117,7 @@ class CheckpointedFit:
 
     @property
     def between_epochs(self):
-        "Whether states are made between epochs only"
+        "Return whether states are made between epochs only"
         return self.fit.size>1 and getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False)
 
 # %% ../../nbs/414_state.checkpoint.ipynb #2ddc5f74

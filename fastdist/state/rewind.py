@@ -78,7 +78,7 @@ def _looked_at(items): return items if len(items)<=_many else ()
 
 # %% ../../nbs/415_state.rewind.ipynb #0ae6b630
 class _Memory:
-    "How much is copied: tensors and arrays beyond `left` bytes that no training changes, such as a data set's, are not"
+    "Budget of `left` bytes for copies; tensors and arrays beyond it that no training changes, such as a data set's, are not copied"
     def __init__(self, left): self.left = left
     def lends(self, n, trained):
         "Return whether `n` bytes are copied; always for what is `trained`"
@@ -158,7 +158,7 @@ def _kept(o, memory):
 
 # %% ../../nbs/415_state.rewind.ipynb #190a8927
 class Rewind:
-    "What all objects that `roots` lead to hold, to be written back into them"
+    "Contents of all objects that `roots` lead to, to be written back into them"
     def __init__(self,
         *roots, # Such as a Learner
         spare:int=2**28 # Bytes of tensors and arrays that need no gradient to be copied; what is beyond is taken for data, which no training changes

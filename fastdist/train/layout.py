@@ -82,7 +82,7 @@ class OtherTensors:
 
 # %% ../../nbs/513_train.layout.ipynb #ef54b130
 class LayoutFiles:
-    "How a Learner's values go to files and come from them: an interface, which does what is needed where each rank holds all of them"
+    "Interface of a Learner's files; does what is needed where each rank holds all values"
     reads_to = None # Device to which files are read; that of the loaders by default
 
     def check_alone(self): "Raise `RuntimeError` unless one rank can read and write the model without the others"
@@ -122,7 +122,7 @@ class LayoutFiles:
 
 # %% ../../nbs/513_train.layout.ipynb #803dd94f
 class Layout:
-    "How a Learner's parameters lie on ranks: an interface, which does what one process needs"
+    "Interface of the layout of a Learner's parameters on ranks; does what one process needs"
     gathers = bare = False # Whether each rank has rows of the model, so that a forward pass takes all ranks; whether the wrapper is left out
     trained = through = wrappers = norms = None # A `Trained`, the wrapper for it, a `Wrappers` and a `Norms`
     files = LayoutFiles()

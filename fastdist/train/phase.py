@@ -40,7 +40,7 @@ class Phase:
 
     @property
     def train_metrics(self):
-        "Whether the recorder has metrics of training"
+        "Return whether the recorder has metrics of training"
         return self.recorder and self.recorder.train_metrics
 
 # %% ../../nbs/511_train.phase.ipynb #a0d1f042

@@ -56,7 +56,7 @@ class JobDescription:
 # %% ../../nbs/503_train.process.ipynb #7a9312be
 @patch(as_prop=True)
 def cpu_only(self:JobDescription)->bool:
-    "Whether ranks compute on the CPU even on a machine with GPUs"
+    "Return whether ranks compute on the CPU even on a machine with GPUs"
     return self.compute_setup=='cpu' or bool(self.options.get('cpu'))
 
 @patch(as_prop=True)
@@ -66,7 +66,7 @@ def world(self:JobDescription)->World:
 
 @patch(as_prop=True)
 def in_head(self:JobDescription)->bool:
-    "Whether this process is the one that will start the ranks"
+    "Return whether this process is the one that will start the ranks"
     return self._nprocs>1 and this_world().source=='one process'
 
 # %% ../../nbs/503_train.process.ipynb #d9ee318c

@@ -27,7 +27,7 @@ from .shards import *
 
 # %% ../../nbs/525_train.shard_passes.ipynb #b71046f7
 class ForwardPasses:
-    "What is known of the forward passes of models in shards"
+    "State of the forward passes of models in shards"
     def __init__(self,
         models:ShardedModels, # Of a Learner
         alone:callable=lambda: False, # Returns whether rank 0 evaluates on its own

@@ -100,7 +100,7 @@ class Shards:
         return [m for m in self.parts if isinstance(m, FSDPModule)]
     @property
     def is_on(self):
-        "Whether the whole model is in shards"
+        "Return whether the whole model is in shards"
         return isinstance(self.model, FSDPModule) and fully_shard.state(self.model)._is_root is True
     @property
     def params(self):

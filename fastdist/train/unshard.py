@@ -214,7 +214,7 @@ def _restore(self:Unsharder, learn, params, state):
 
 # %% ../../nbs/529_train.unshard.ipynb #3e10c5dc
 class ShardFiles(LayoutFiles):
-    "How the values of a Learner in shards go to files and come from them"
+    "Files of a Learner in shards: written by rank 0, read by each rank for its rows"
     reads_to = 'cpu'
     def __init__(self,
         unsharder:Unsharder # Of the Learner
