@@ -18,11 +18,11 @@ from fastdist.comm.rng import kept_random
 from fastdist.job.group import Membership
 from fastdist.observe.checks import _off as off
 from fastdist.observe.straggler import shown_parts
-from fastdist.train.shard import RowCarrier
-from fastdist.train.ddp import Carrier,is_direct
-from fastdist.train.backward import each_backward
-from fastdist.train.foreach import lists_ctx
-from fastdist.train.shards import Shards
+from fastdist.shard.shard import RowCarrier
+from fastdist.parallel.ddp import Carrier,is_direct
+from fastdist.parallel.backward import each_backward
+from fastdist.parallel.foreach import lists_ctx
+from fastdist.shard.model import Shards
 from work import cnn,mlp,resnet18
 
 class NotHere(Exception): "Says why a check cannot tell anything on this machine"

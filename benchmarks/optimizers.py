@@ -27,7 +27,7 @@ def with_grads(mk, device):
 
 def made(mk, device, theirs, torchs):
     "Name -> an optimizer; each has parameters of its own"
-    from fastdist.train.foreach import lend_lists
+    from fastdist.parallel.foreach import lend_lists
     res = dict(fastai=theirs(with_grads(mk, device), lr=1e-3), lists=lend_lists(theirs(with_grads(mk, device), lr=1e-3)))
     if torchs is None: return res
     res['foreach'] = torchs(with_grads(mk, device), lr=1e-3, foreach=True)

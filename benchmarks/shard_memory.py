@@ -64,7 +64,7 @@ def main(
     ranks:int=4 # Number of processes
 ):
     "Train a transformer with Adam in `ranks` processes, with DDP and in shards, with the same limit"
-    import_module('fastdist.train.fsdp')
+    import_module('fastdist.shard.layout')
     from fastdist import on_ranks
     with torch.device('meta'): model = shards.transformer(d, n)
     whole,unit = size(model.parameters()),size(model[1].parameters())

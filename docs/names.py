@@ -65,7 +65,7 @@ def entry(
     body = _signature(obj) if callable(obj) else getdoc(obj) or ''
     return f'### {name} {{ #{name} }}\n\n{body}\n\nTaught in {link}.\n'
 
-titles = dict(job='Job', comm='Comm', data='Data', evaluate='Evaluate', state='State', train='Train', observe='Observe')
+titles = dict(base='Base', job='Job', comm='Comm', data='Data', evaluate='Evaluate', state='State', parallel='Parallel', shard='Shard', train='Train', observe='Observe')
 
 def _page(title, about, entries): return f'# {title}\n\n{about}\n\n'+'\n'.join(o for o in entries if o)
 

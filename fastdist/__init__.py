@@ -58,7 +58,6 @@ Modules:
 - `fastdist.job.group`: Join a process to its job, and undo that
 - `fastdist.job.options`: Options of Accelerate, honoured or refused
 - `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
-- `fastdist.job.shard_plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`
 - `fastdist.job.spawn`: Ranks that a head process starts, watches and ends
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
@@ -71,9 +70,28 @@ Modules:
 - `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what
 - `fastdist.observe.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
 - `fastdist.observe.watch`: Who runs in a step, in order: transforms, modules, the loss and callbacks, each by its name
+- `fastdist.parallel.backward`: Gradients that the optimizer is about to use are those of all ranks, over windows of batches and whatever passes are made
+- `fastdist.parallel.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
+- `fastdist.parallel.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
+- `fastdist.parallel.foreach`: fastai's optimizers step lists of tensors
+- `fastdist.parallel.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
+- `fastdist.parallel.norms`: Norms of the models of a fit count the samples of all ranks
+- `fastdist.parallel.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
+- `fastdist.shard.files`: Whole tensors of a file, read into shards, and models that no rank holds whole
+- `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
+- `fastdist.shard.fsdp_private`: Hooks, attributes and classes that FSDP adds, known by where they are from, and the hooks of users that it does not see
+- `fastdist.shard.layout`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
+- `fastdist.shard.model`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
+- `fastdist.shard.optimizer`: An optimizer steps the shards of the parameters that it was made for
+- `fastdist.shard.plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`
+- `fastdist.shard.rows`: Shards are rows: which rank has which, and how they are put together
+- `fastdist.shard.shard`: When a Learner enters its context its model is cut into shards, and its optimizer gets them
+- `fastdist.shard.unshard`: What is in shards becomes whole: on all ranks when the Learner leaves its context, on rank 0 for a file
+- `fastdist.shard.wrap_policy`: Modules whose parameters are gathered together when a model is sharded
 - `fastdist.state.checkpoint`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
 - `fastdist.state.checkpoint_writer`: A thread that writes states beside the training, one at a time
+- `fastdist.state.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
 - `fastdist.state.dcp`: Rows of tensors in shards: each rank writes its own, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.fits`: A Learner counts its fits with a path, and each is described by what the script gives it
@@ -89,31 +107,13 @@ Modules:
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.agreement`: A Learner's events, run so that all ranks do what one decides
-- `fastdist.train.backward`: Gradients that the optimizer is about to use are those of all ranks, over windows of batches and whatever passes are made
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
-- `fastdist.train.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
-- `fastdist.train.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
-- `fastdist.train.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
-- `fastdist.train.foreach`: fastai's optimizers step lists of tensors
-- `fastdist.train.fsdp`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
-- `fastdist.train.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
-- `fastdist.train.norms`: Norms of the models of a fit count the samples of all ranks
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
-- `fastdist.train.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
-- `fastdist.train.rows`: Shards are rows: which rank has which, and how they are put together
-- `fastdist.train.shard`: When a Learner enters its context its model is cut into shards, and its optimizer gets them
-- `fastdist.train.shard_files`: Whole tensors of a file, read into shards, and models that no rank holds whole
-- `fastdist.train.shard_passes`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
-- `fastdist.train.sharded_opt`: An optimizer steps the shards of the parameters that it was made for
-- `fastdist.train.shards`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.train.step`: A batch through the Learner, with plain tensors between the loader and the loss
-- `fastdist.train.traces`: Hooks, attributes and classes that FSDP adds, known by where they are from, and the hooks of users that it does not see
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
-- `fastdist.train.units`: Modules whose parameters are gathered together when a model is sharded
-- `fastdist.train.unshard`: What is in shards becomes whole: on all ranks when the Learner leaves its context, on rank 0 for a file
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
 - `fastdist.train.weights`: Weight of this rank's batch in the global batch, and terms that callbacks add to its loss"""
 
@@ -130,7 +130,7 @@ from .data.loader import DistributedDL
 from .state.checkpoint import Checkpoint
 from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer
-from .train.proxy import ParallelTrainer
+from .parallel.proxy import ParallelTrainer
 from . import learner,saving
 from .observe.desync import DesyncCheck
 from .observe.timeline import Timeline

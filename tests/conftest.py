@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 def shard_by_default():
     "Give what takes `shard` another default; forked ranks have it too"
-    import_module('fastdist.train.fsdp') # ranks have what it imports of torch
+    import_module('fastdist.shard.layout') # ranks have what it imports of torch
     from fastdist.train import trainer
     from fastdist.learner import Learner
     for f in map(unwrap, (trainer.DistributedTrainer.__init__,Learner.to_distributed,Learner.distrib_ctx)):
@@ -81,7 +81,7 @@ def same_draws(request):
 def small_units(request, monkeypatch):
     "Tests of shards have models that are too small to have units by default"
     if not (request.module.__name__.startswith('test_shard_') or request.config.getoption('--shard')): return
-    monkeypatch.setattr(import_module('fastdist.train.units').choose_units, '__defaults__', (1,))
+    monkeypatch.setattr(import_module('fastdist.shard.wrap_policy').choose_units, '__defaults__', (1,))
 
 @pytest.fixture(scope='session')
 def warm():

@@ -9,10 +9,10 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastdist import *
 from fastdist.train.events import cancels
 from fastdist.comm.control import control_connection
-from fastdist.train.backward import local
+from fastdist.parallel.backward import local
 from accelerate.state import PartialState
 
-for o in ('torch._dynamo','fastdist.train.fsdp'): import_module(o) # imported when a model is wrapped, for two seconds; forked ranks have them then
+for o in ('torch._dynamo','fastdist.shard.layout'): import_module(o) # imported when a model is wrapped, for two seconds; forked ranks have them then
 bs,n_steps,n_valid,patience = 4,4,24,3.
 survivable = [c.__name__ for c in cancels]+['RuntimeError','NaN','SIGINT']
 fatal = ['SIGTERM','SIGKILL','dead loop']

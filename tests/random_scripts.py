@@ -8,7 +8,7 @@ from hypothesis import HealthCheck,settings,strategies
 from hypothesis.stateful import RuleBasedStateMachine,initialize,rule,run_state_machine_as_test
 from hypothesis.strategies import booleans,integers,lists,none,sampled_from,tuples
 from fastai.callback.all import *
-from fastdist.train.context import set_precision
+from fastdist.parallel.context import set_precision
 from compare import *
 
 law = {False:dict(rtol=1e-5, atol=1e-6), True:dict(rtol=2.**-7, atol=2.**-10)} # whether in bfloat16, whose eight bits round the gradients of each part of a batch

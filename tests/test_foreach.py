@@ -9,9 +9,9 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.optimizer import *
 from fastdist import *
-from fastdist.train.backward import each_step,local
-from fastdist.train import foreach
-from fastdist.train.foreach import *
+from fastdist.parallel.backward import each_step,local
+from fastdist.parallel import foreach
+from fastdist.parallel.foreach import *
 
 l2 = dict(wd=.1, decouple_wd=False)
 opts = dict(sgd=SGD, decay=partial(SGD, wd=.1), momentum=partial(SGD, mom=.9, wd=.1), l2=partial(SGD, mom=.9, **l2), rms=RMSProp)

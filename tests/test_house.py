@@ -1,5 +1,5 @@
 "How the code lies: what imports what, names that are there once, and the rooms that a step, an error and a save pass"
-import ast,re,sys,tempfile
+import ast,json,re,sys,tempfile
 from collections import Counter
 from pathlib import Path
 import pytest
@@ -24,6 +24,12 @@ def test_rooms_import_from_below():
     assert len(pairs)>300
     test_eq([(k,o) for k,o in pairs if place[o]>=place[k]], [])
 
+def test_no_text_in_code_names_a_room():
+    "An arrow that nobody sees: it would point to where a room was"
+    texts = [(k,o.value) for k,t in trees.items() for o in ast.walk(t) if isinstance(o, ast.Constant) and isinstance(o.value, str)]
+    folders = '|'.join({k.partition('.')[0] for k in trees if '.' in k}-{'comm'}) # whose own name stands there: its code waits
+    test_eq([(k,o) for k,o in texts if re.search(rf'fastdist[./](?:{folders})\b', o)], [])
+
 def test_a_public_name_is_there_once():
     names = Counter(o for t in trees.values() for n in t.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0])=='__all__' for o in ast.literal_eval(n.value))
     assert len(names)>300
@@ -43,6 +49,15 @@ def test_a_name_is_defined_once_in_its_room():
     assert len(names)>2000
     test_eq([k for k,n in names.items() if n>1], [])
 
+def test_a_room_that_a_text_names_is_there():
+    "In notebooks, their committed outputs apart, and in the table of patches"
+    folders = '|'.join({k.partition('.')[0] for k in trees if '.' in k})
+    pages = {f:''.join(''.join(c['source']) for c in json.loads(f.read_text())['cells']) for f in (house.parent/'nbs').rglob('*.ipynb')}
+    pages |= {f:f.read_text() for f in [house.parent/'CONTRIBUTING.md']}
+    named = [(f.name,o) for f,t in pages.items() for o in re.findall(rf'`((?:{folders})\.[a-z_0-9]+)`', t) if not o.endswith(('.py','.json'))]
+    assert len(named)>150
+    test_eq([(f,o) for f,o in named if o not in trees], [])
+
 calls = Counter() # of functions of ours, on this rank
 
 def note(frame, event, _):
@@ -52,9 +67,9 @@ def note(frame, event, _):
 class Traced(Callback):
     "Counts calls from an event of a batch to another: pairs of name and number of the batch"
     def __init__(self, first, last=('after_fit',0)):
-        for (event,i),f in ((first,note),(last,None)): setattr(self, event, partial(self.watch, i, f))
-    def watch(self, i, f):
-        if self.training and self.iter==i: sys.setprofile(f)
+        for event in {first[0],last[0]}: setattr(self, event, partial(self.watch, {i:f for (e,i),f in ((first,note),(last,None)) if e==event}))
+    def watch(self, at):
+        if self.training and self.iter in at: sys.setprofile(at[self.iter])
 
 class Fails(Callback):
     def before_step(self):
@@ -75,14 +90,14 @@ def traced(rank, walk, cbs=(), **kw):
 @pytest.mark.parametrize('shard,rooms,calls', ((False,22,221),(True,27,293)))
 def test_a_step_passes_few_rooms(shard, rooms, calls):
     for r,n,_ in on_ranks(lambda rank: traced(rank, Traced(('before_batch',3), ('before_batch',4)), shard=shard), 2, join=False):
-        assert r<=rooms and n<=calls, (r,n)
+        assert rooms/2<r<=rooms and calls/2<n<=calls, (r,n)
 
 def test_an_error_is_put_back_once():
     r,_,calls = on_ranks(lambda rank: traced(rank, Traced(('before_step',3)), [Fails()]), 2, join=False)[1]
-    assert r<=38, r
+    assert 10<r<=38, r
     assert all(n==1 for (_,f),n in calls.items() if f in ('unwrap','blame')), calls
 
 def test_a_save_makes_few_calls():
     with tempfile.TemporaryDirectory() as d:
         for r,n,_ in on_ranks(lambda rank: traced(rank, Traced(('before_step',4), ('before_batch',6)), [Checkpoint(d, every=5)]), 2, join=False):
-            assert r<=38 and n<=2000, (r,n)
+            assert 10<r<=38 and 500<n<=2000, (r,n)

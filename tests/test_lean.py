@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset,DataLoader as TorchLoader
 from learners import *
 from fastdist import *
 from fastdist.train.step import Lean
-from fastdist.train.foreach import ListSteps
+from fastdist.parallel.foreach import ListSteps
 from fastdist.train.step import LeanStep
 
 def exact(a, b, at=''):

@@ -6,7 +6,7 @@ from fastai.basics import *
 from fastcore.test import test_eq
 from fastdist.evaluate.merge import *
 from fastdist.evaluate.metrics import *
-from fastdist.train.norms import *
+from fastdist.parallel.norms import *
 from fastdist.data.sharding import *
 from fastdist.data.shuffle import *
 

@@ -7,8 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from fastai.vision.all import *
 from fastdist import *
-from fastdist.train.ddp import Buckets
-from fastdist.train.ddp import Carrier
+from fastdist.parallel.ddp import Buckets
+from fastdist.parallel.ddp import Carrier
 
 class Odd(nn.Module):
     "Its parameters are used in another order than the one in which they were made, one of them twice"

@@ -5,9 +5,9 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastcore.test import test_eq
 from fastdist import *
-from fastdist.job.shard_plan import ShardPlan
-from fastdist.train.backward import local
-from fastdist.train.units import choose_units
+from fastdist.shard.plan import ShardPlan
+from fastdist.parallel.backward import local
+from fastdist.shard.wrap_policy import choose_units
 from collectives import counting
 from test_shard_plans import plugin,Block
 

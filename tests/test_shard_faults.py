@@ -7,7 +7,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
 from fastdist.comm.collectives import gather_objs
-from fastdist.train.shards import Shards
+from fastdist.shard.model import Shards
 from fastcore.test import test_eq
 from faults import traces
 
@@ -65,7 +65,7 @@ def in_forward(learn): learn.fit(1, cbs=At('before_batch', partial(due, what='fo
 def in_backward(learn): learn.fit(1, cbs=At('before_batch', partial(due, what='backward')))
 def in_loss(learn): learn.fit(1)
 def in_step(learn):
-    with mock.patch('fastdist.train.foreach.ListSteps._part', fails): learn.fit(1)
+    with mock.patch('fastdist.parallel.foreach.ListSteps._part', fails): learn.fit(1)
 def after_backward(learn): learn.fit(1, cbs=At('after_backward', fails))
 def interrupted(learn): learn.fit(1, cbs=At('after_step', interrupts))
 def in_preds(learn):

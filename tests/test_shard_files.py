@@ -273,7 +273,7 @@ def reachable(o, seen, path='learn'):
 def of_shards(o):
     "Whether `o` is something that a model in shards has: a class, a module, a hook or a tensor"
     names = [str(getattr(c, '__module__', '')) for c in (*type(o).__mro__, *((o,) if callable(o) else ()))]
-    return isinstance(o, DTensor) or any(n.startswith(('torch.distributed','fastdist.train.fsdp','fastdist.train.shard','fastdist.train.norms')) for n in names)
+    return isinstance(o, DTensor) or any(n.startswith(('torch.distributed','fastdist.shard','fastdist.parallel.norms')) for n in names)
 
 def form(learn):
     m = learn.model

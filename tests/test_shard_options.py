@@ -15,7 +15,7 @@ from fastdist import *
 from fastdist.job.accelerate import ProcessAccelerator,forget_state,has_state,open_accelerate
 from fastdist.base.errors import OptionError
 from fastdist.job.options import check_env,check_options
-from fastdist.job.shard_plan import ShardPlan,shard_plan
+from fastdist.shard.plan import ShardPlan,shard_plan
 from fastdist.job.group import this_world
 from fastdist.job.world import World
 

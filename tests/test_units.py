@@ -13,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations
 from torchvision.models import convnext,densenet,resnet,swin_transformer,vgg,vision_transformer,mobilenet_v3_small
 from fastdist.job.fork import *
-from fastdist.train.norms import *
-from fastdist.train.units import *
-from fastdist.train.units import *
+from fastdist.parallel.norms import *
+from fastdist.shard.wrap_policy import *
 
 def plan(**kw): return SimpleNamespace(**{**dict(classes=(), min_params=None, policy=None, one_unit=False, ignored=None), **kw})
 

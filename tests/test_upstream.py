@@ -9,31 +9,31 @@ path,columns = Path(__file__).parent/'upstream.csv',('room','name','version','bo
 written_again = '''
 train.step fastai.learner:Learner _set_device _split _do_one_batch _backward
 train.step fastai.losses:BaseLoss __call__ _contiguous
-train.dispatch fastai.callback.core:Callback __call__
-train.dispatch fastai.callback.core:TrainEvalCallback after_batch
-train.dispatch fastai.learner:CastToTensor before_batch
-train.dispatch fastai.learner: _cast_tensor
-train.dispatch fastai.learner:Learner _with_events
+train.events fastai.callback.core:Callback __call__
+train.events fastai.callback.core:TrainEvalCallback after_batch
+train.events fastai.learner:CastToTensor before_batch
+train.events fastai.learner: _cast_tensor
+train.events fastai.learner:Learner _with_events
 train.events fastai.learner:Learner __call__ _call_one
 train.events fastai.callback.core:Callback __setattr__
-train.lean fastai.learner:Learner all_batches one_batch
-train.foreach fastai.optimizer: sgd_step weight_decay l2_reg average_grad average_sqr_grad momentum_step rms_prop_step step_stat debias adam_step radam_step qhadam_step larc_layer_lr larc_step lamb_step _update
-train.foreach fastai.optimizer:Optimizer step zero_grad
-train.foreach fastai.optimizer:Lookahead step
+train.step fastai.learner:Learner all_batches one_batch
+parallel.foreach fastai.optimizer: sgd_step weight_decay l2_reg average_grad average_sqr_grad momentum_step rms_prop_step step_stat debias adam_step radam_step qhadam_step larc_layer_lr larc_step lamb_step _update
+parallel.foreach fastai.optimizer:Optimizer step zero_grad
+parallel.foreach fastai.optimizer:Lookahead step
 train.lr_find fastai.callback.schedule:LRFinder before_fit after_fit
 train.lr_find fastai.callback.schedule:ParamScheduler before_fit
-train.accumulate fastai.callback.training:GradientAccumulation before_fit after_loss before_step
-train.context fastai.callback.fp16:MixedPrecision __init__ before_fit before_batch after_pred after_loss before_backward before_step after_step after_fit
-train.gradients torch.autograd: backward
-train.norms torch.nn.modules.instancenorm:_InstanceNorm forward _apply_instance_norm
-train.row_steps torch.amp.grad_scaler:GradScaler _unscale_grads_ unscale_ step _maybe_opt_step
+parallel.backward fastai.callback.training:GradientAccumulation before_fit after_loss before_step
+parallel.context fastai.callback.fp16:MixedPrecision __init__ before_fit before_batch after_pred after_loss before_backward before_step after_step after_fit
+parallel.backward torch.autograd: backward
+parallel.norms torch.nn.modules.instancenorm:_InstanceNorm forward _apply_instance_norm
+shard.rows torch.amp.grad_scaler:GradScaler _unscale_grads_ unscale_ step _maybe_opt_step
 evaluate.recorder fastai.torch_core: flatten_check find_bs to_detach
 evaluate.recorder fastai.learner:Recorder after_batch
 evaluate.recorder fastai.learner:AvgMetric accumulate
 evaluate.recorder fastai.learner:AvgLoss accumulate
 evaluate.recorder fastai.learner:AvgSmoothLoss accumulate
-evaluate.predictions fastai.callback.core:GatherPredsCallback before_validate after_batch after_validate
-evaluate.predictions fastai.learner:Learner get_preds
+evaluate.evaluate fastai.callback.core:GatherPredsCallback before_validate after_batch after_validate
+evaluate.evaluate fastai.learner:Learner get_preds
 data.fetch fastai.data.load:DataLoader __iter__ create_batches create_item create_batch do_item do_batch chunkify retain
 data.sharding fastai.data.load:DataLoader get_idxs shuffle_fn randomize sample
 data.sharding torch.utils.data.sampler:BatchSampler __iter__
@@ -78,6 +78,10 @@ def test_body(room, name):
     rows = [o for o in noted() if o['name']==name and o['room']==room]
     assert body(name) in [o['body'] for o in rows], (f'{name} of {installed(name)} is not what fastdist/{room.replace(".", "/")}.py was written after ({", ".join(o["version"] for o in rows)}). '
         'HINT: compare the two, follow the change, then run python tests/test_upstream.py')
+
+def test_rooms_are_there():
+    house = Path(__file__).parent.parent/'fastdist'
+    assert not (gone := {o for o,_ in bodies() if not (house/f'{o.replace(".", "/")}.py').exists()}), gone
 
 def test_what_is_not_written_again_is_not_noted(): assert {(o['room'],o['name']) for o in noted()}<={*bodies()}
 

@@ -24,8 +24,8 @@ from torch.distributed import PrefixStore
 from ..base.at_fork import *
 from ..job.world import *
 from ..job.group import *
-from .wire import *
 from .collective_log import *
+from .wire import *
 
 # %% ../../nbs/104_comm.control.ipynb #5558b790
 class ControlConnection:

@@ -19,8 +19,8 @@ __all__ = ['Faults']
 import math,signal,sys,threading,time,traceback
 from contextlib import contextmanager,suppress
 from fastcore.all import *
-from ..base.signals import *
 from ..base.errors import *
+from ..base.signals import *
 from ..job.group import *
 from .collective_log import *
 from .control import *

@@ -18,8 +18,8 @@ import math,os,re,selectors,signal,sys,time,traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
 from fastcore.all import *
-from ..base.signals import *
 from ..base.tracebacks import *
+from ..base.signals import *
 from ..job.world import *
 from .collective_log import *
 from .control import *

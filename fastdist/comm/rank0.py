@@ -22,8 +22,8 @@ from difflib import get_close_matches
 from warnings import warn
 from fastcore.all import *
 from torch.distributed import DistError
-from ..base.loans import *
 from ..base.errors import *
+from ..base.loans import *
 from ..job.group import *
 from .collective_log import *
 from .control import *

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate.state import AcceleratorState,GradientState,PartialState
 from accelerate.utils import AutocastKwargs,DDPCommunicationHookType,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
 from fastcore.all import *
-from ..base.loans import *
 from ..base.errors import *
+from ..base.loans import *
 from .world import *
 from .options import *
 

@@ -28,9 +28,9 @@ from multiprocessing import get_start_method,set_start_method
 from pathlib import Path
 from torch.multiprocessing import start_processes,ProcessRaisedException,ProcessExitedException
 from fastcore.all import *
-from ..base.at_fork import *
-from ..base.loans import *
 from ..base.errors import *
+from ..base.loans import *
+from ..base.at_fork import *
 from .world import *
 from .group import *
 

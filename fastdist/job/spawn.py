@@ -23,10 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory,gettempdir
 from threading import Thread
 from fastcore.all import *
-from ..base.loans import *
-from ..base.signals import *
 from ..base.errors import *
 from ..base.tracebacks import *
+from ..base.loans import *
+from ..base.signals import *
 from .world import *
 from .group import *
 from .fork import *

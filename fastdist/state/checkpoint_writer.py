@@ -22,10 +22,10 @@ from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
 from ..comm.collectives import *
+from .snapshot import *
 from .serialize import *
 from .folder import *
 from .progress import *
-from .snapshot import *
 from .resume import *
 
 # %% ../../nbs/413_state.checkpoint_writer.ipynb #f0aeb496

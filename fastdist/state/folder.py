@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file,save_file
 from fastcore.all import *
 from fastai.basics import *
-from ..base.at_fork import *
 from ..base.errors import *
+from ..base.at_fork import *
 from ..job.world import own_version
 from .files import _fill,record
 from .serialize import *

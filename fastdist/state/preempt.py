@@ -17,8 +17,8 @@ __all__ = ['StopSignals', 'is_users']
 import os,signal,sys,threading,time
 from torch.utils.data._utils import signal_handling
 from fastcore.all import *
-from ..base.signals import *
 from ..base.errors import *
+from ..base.signals import *
 from ..job.group import *
 from ..job.spawn import *
 

@@ -25,9 +25,9 @@ from ..base.errors import *
 from ..comm.rng import *
 from ..data.digest import *
 from ..data.loader import *
-from .serialize import *
 from .values import *
 from .snapshot import *
+from .serialize import *
 
 # %% ../../nbs/409_state.progress.ipynb #d35e5797
 def training_facts(

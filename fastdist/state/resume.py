@@ -22,8 +22,8 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger,ProgressCallback
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
-from ..base.loans import *
 from ..base.errors import *
+from ..base.loans import *
 from ..comm.control import *
 from ..comm.collectives import *
 from ..comm.rng import *
