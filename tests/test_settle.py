@@ -71,8 +71,8 @@ class GoOn(Callback):
         for p,g in zip(self.learn.model.parameters(), grads): p.grad = g # fastai steps parameters whose gradient is zero, and none without
         if self.settle: self.learn.distributed_trainer.layout.settle(orders)
 
-def fitted(learn, cb, cbs=None, **kw):
-    with learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging(): learn.fit(1, .01, cbs=[cb,*L(cbs)])
+def fitted(learn, cb, cbs=None, lr=.01, **kw):
+    with learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging(): learn.fit(1, lr, cbs=[cb,*L(cbs)])
     return torch.cat([o.double().flatten() for o in learn.model.state_dict().values()])
 
 def apart(rank, size, mk, at, cbs=lambda at: None, opt=Adam, **kw):
@@ -89,7 +89,7 @@ def check(size, *args, **kw):
 @pytest.mark.parametrize('mk', [mlp,cnn,Rnn,Odd,Empties])
 def test_first_step_is_bit_for_bit(mk): check(3, mk, 4)
 
-def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD)
+def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD, lr=.5) # plain SGD makes little of a last digit
 
 @pytest.mark.parametrize('at', [1,5])
 def test_four_ranks_and_a_state_of_the_first_step(at): check(4, Odd, at)
