@@ -98,7 +98,7 @@ def vote(self:Agreement,
     name:str='a vote' # For messages
 ):
     "Raise on all ranks what one of them cancels by; do nothing where nobody does"
-    what = type(mine) if self.job.line.faults.failed or not self._in_step() else vote(mine, name)
+    what = type(mine) if self.job.line.faults.failed or not self._in_step() else vote(self.job.line.votes, mine, name)
     if what in (None,type(None)): return
     res = mine if isinstance(mine, what) else what()
     res.agreed = True

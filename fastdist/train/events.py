@@ -29,7 +29,6 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import ShortEpochCallback
 from fastai.learner import CastToTensor,_cast_tensor
 from ..job.callbacks import *
-from ..comm.control import *
 from ..comm.watchdog import *
 from ..comm.rng import *
 from ..evaluate.sandbox import *
@@ -106,12 +105,12 @@ cancels = (CancelStepException,CancelBackwardException,CancelBatchException,Canc
 for o in cancels: o.__module__ = 'fastai.basics' # where they are found, so that one that a data worker raises can be pickled
 
 def vote(
+    votes, # `Votes` of the control connection
     e:Exception=None, # One of `cancels`, if this rank raised one
     name:str='a vote' # For messages: the callback and the event before the vote, the same on all ranks
 )->type: # The strongest that any rank raised, `None` where nobody did
     "Return what all ranks decide; one exchange over the control connection"
-    mine,line = max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0),control_connection()
-    res = line.votes.agree(mine, name) if line else mine
+    res = votes.agree(max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0), name)
     return cancels[res-1] if res else None
 
 # %% ../../nbs/701_train.events.ipynb #c8125d43
@@ -183,9 +182,10 @@ class Events:
     "Calls a Learner's callbacks: those for rank 0 on rank 0 alone, and with a vote after those that may cancel"
     def __init__(self,
         learn:Learner, # In a job, or alone
-        rank:int=None # This rank; `None` in one process without a job
+        rank:int=None, # This rank; `None` in one process without a job
+        line=None # Control connection of the ranks, where there are several
     ):
-        self.learn,self.rank,self.known,self.plans,self.alone,self.aside,self.vote = learn,rank,None,{},None,None,None
+        self.learn,self.rank,self.line,self.planned,self.plans,self.alone,self.aside,self.vote = learn,rank,line,None,{},None,None,None
         self.at,self.phase,self.windowed,self.around = 'before_fit',0,False,None
         self.tried = [] # callbacks and events that `around` has seen in training
         self.skipped = {} # callback and event -> epoch and number of each batch that it has cancelled on this rank
@@ -196,14 +196,14 @@ class Events:
         "Return the callbacks that do something at `event_name`, in order"
         learn = self.learn
         cbs,key = learn.cbs.items,(event_name, learn.training, self.vote is None)
-        if self.known is None or len(cbs)!=len(self.known) or any(map(operator.is_not, cbs, self.known)): # callbacks may call themselves equal
-            self.known,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
+        if self.planned is None or len(cbs)!=len(self.planned) or any(map(operator.is_not, cbs, self.planned)): # callbacks may call themselves equal
+            self.planned,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
         plan = self.plans.get(key)
         if plan is None: plan = self.plans[key] = list(self._answering(event_name))
         return plan
 
     def _answering(self, event_name):
-        for cb in sorted(self.known, key=lambda o: o.order):
+        for cb in sorted(self.planned, key=lambda o: o.order):
             lone,local = self.rank is not None and is_rank0_only(cb),event_name=='after_batch' and is_local(cb, self.learn.training and not self.windowed)
             votes = self.vote is not None and (id(cb) in self.deciders or local)
             if answers(cb, event_name) and (votes or not (lone and self.rank)): yield cb,votes,self._call_of(cb, event_name, lone, votes)
@@ -279,10 +279,10 @@ def __setattr__(self:Callback, name, value):
     "Set an attribute, as fastai does; a method for an event is in the plan of its Learner at once"
     _set_attr(self, name, value)
     lent = getattr(self.learn, '__dict__', {}).get('_call_one') if name in _planned else None
-    if isinstance(o := getattr(getattr(lent, '__self__', None), '_events', None), Events): o.known = None
+    if isinstance(o := getattr(getattr(lent, '__self__', None), '_events', None), Events): o.planned = None
 
 @patch
-def __getstate__(self:Events): return {**vars(self), 'known':None, 'plans':{}}
+def __getstate__(self:Events): return {**vars(self), 'planned':None, 'plans':{}}
 
 # %% ../../nbs/701_train.events.ipynb #5488d8bd
 @patch
@@ -291,9 +291,8 @@ def settle(self:Events,
     where:str # Callback and event, or function
 ):
     "Wait until all ranks raise `e` at this place, unless they are known to; raise `RankError` on all of them where they do not"
-    line = control_connection()
-    if is_agreed(e) or self.vote is None or line is None or line.faults.failed: return
-    line.part(Watchdog).confirm(f'{type(e).__name__} raised in {where}')
+    if is_agreed(e) or self.vote is None or self.line is None or self.line.faults.failed: return
+    self.line.part(Watchdog).confirm(f'{type(e).__name__} raised in {where}')
     e.agreed = True
 
 @patch

@@ -144,7 +144,7 @@ _read = 'Each rank reads another value of the same sample. HINT: take classes fr
 @patch
 def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
-    self._events = Events(learn, w.rank)
+    self._events = Events(learn, w.rank, job.line)
     self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
     self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
@@ -191,7 +191,7 @@ def wrap(self:DistributedTrainer):
     self.phases.check_steps()
     steps,learn = self.job.live.accumulate,self.learn
     self.weigh.begin(Window(steps, first(learn._grab_cbs(GradientAccumulation)) if self.size>1 or steps>1 else None)) # it must count the samples of several ranks
-    self._events.windowed,self._events.known,self._events.around = bool(self.weigh.window),None,self.weigh.around if self.size>1 else None
+    self._events.windowed,self._events.planned,self._events.around = bool(self.weigh.window),None,self.weigh.around if self.size>1 else None
     self.lists = lend_lists(learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
     for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, self.job)
     for cb in learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(learn.dls.train, StepDL)))
