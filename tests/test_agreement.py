@@ -64,8 +64,8 @@ def per_step(cb):
 
 def votes(rank, cb):
     learn,n = digits(n=320),Counter()
-    with mock.patch.object(Votes, 'agree', lambda self, *args, agree=Votes.agree: n.update('v') or agree(self, *args)): fit(learn, cbs=cb())
-    return n['v'],len(learn.recorder.losses)
+    with mock.patch.object(Votes, 'agree', lambda self, mine, name, agree=Votes.agree: n.update([name.startswith('a vote after')]) or agree(self, mine, name)): fit(learn, cbs=cb())
+    return n[True],len(learn.recorder.losses)
 
 @pytest.mark.parametrize('size,steps', [(2,8), (3,5), (4,4)])
 def test_only_who_may_cancel_costs_a_vote(size, steps):
