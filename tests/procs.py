@@ -1,5 +1,5 @@
 "Processes that tests start: commands as a person types them, what they print, kernels, and that none is left"
-import nbformat,os,re,signal,socket,subprocess,sys,time
+import nbformat,os,re,shutil,signal,socket,subprocess,sys,time
 from multiprocessing.connection import Client
 from nbclient import NotebookClient
 from pathlib import Path
@@ -71,6 +71,19 @@ class Warm:
         self.server.terminate()
         self.server.communicate()
         self.d.cleanup()
+
+# Debian's packages
+
+def _apt(*args): return subprocess.run(['apt-get', *args], env=env|dict(DEBIAN_FRONTEND='noninteractive'), capture_output=True, text=True, timeout=150).stderr[-500:]
+
+def why_missing(commands, *packages, path=None):
+    "Why some of `commands` are not here, nor can be installed from Debian's `packages`"
+    lack = lambda: [o for o in commands.split() if not shutil.which(o, path=path)]
+    if not lack(): return
+    if os.geteuid() or not shutil.which('apt-get'): return f'{lack()} are missing, and only root can install them, with apt-get'
+    try: said = _apt('update')+_apt('install', '-y', *packages)
+    except subprocess.TimeoutExpired as e: said = str(e)
+    if lack(): return f'{lack()} are missing, and apt-get did not install them: {said}'
 
 # What runs
 

@@ -1,5 +1,5 @@
 "The scripts of `examples/slurm` on a real SLURM of two nodes, which this file starts and ends; where none can be installed, it says why"
-import getpass,os,re,secrets,shlex,shutil,signal,socket,subprocess
+import getpass,os,re,secrets,shlex,signal,socket,subprocess
 from contextlib import ExitStack,contextmanager,suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,21 +35,6 @@ PartitionName=main Nodes=ALL Default=YES
 """
 daemons = 'munged --foreground --key-file=key --socket={d}/munge.socket --pid-file={d}/munged.pid --log-file={d}/munged.log --seed-file={d}/seed', \
     'slurmctld -D','slurmd -D -N n1','slurmd -D -N n2'
-
-def missing(): return [o for o in 'munged slurmctld slurmd sbatch srun scancel scontrol sinfo'.split() if not shutil.which(o, path=env['PATH'])]
-
-def apt(*args):
-    p = subprocess.run(['apt-get', *args], env=env|dict(DEBIAN_FRONTEND='noninteractive'), capture_output=True, text=True, timeout=150)
-    return p.stderr[-500:]
-
-def why_not():
-    "Why SLURM is not here, nor can be installed from Debian's packages"
-    lack = missing()
-    if not lack: return
-    if os.geteuid() or not shutil.which('apt-get'): return f'{lack} are missing, and only root can install them, with apt-get'
-    try: said = apt('update')+apt('install', '-y', 'slurm-wlm', 'munge')
-    except subprocess.TimeoutExpired as e: said = str(e)
-    if missing(): return f'{missing()} are missing, and apt-get did not install them: {said}'
 
 def sh(cmd, env):
     "What `cmd` says, in whatever way it ends"
@@ -106,7 +91,7 @@ def start(d, stack):
 @pytest.fixture(scope='module')
 def cluster():
     "The environment in which `sbatch` speaks to a SLURM of two nodes on this host, of which nothing is left afterwards"
-    why = why_not()
+    why = why_missing('munged slurmctld slurmd sbatch srun scancel scontrol sinfo', 'slurm-wlm', 'munge', path=env['PATH'])
     if why: pytest.skip(why)
     with TemporaryDirectory(prefix='slurm') as d, ExitStack() as stack: yield start(Path(d), stack)
 

@@ -57,7 +57,10 @@ def _rendezvous(pid, rank, size, addr, port):
     "Return the store of this job for process `pid`; a forked child cannot use its parent's connection"
     if str2bool(os.environ.get('TORCHELASTIC_USE_AGENT_STORE') or 'no'): return next(torch.distributed.rendezvous('env://', rank=rank, world_size=size))[0]
     if rank: _until_open(addr, port, rank)
-    return dist.TCPStore(addr, port, size, rank==0, wait_for_workers=False, multi_tenant=True) # torch's wait on rank 0 would not say for whom
+    try: return dist.TCPStore(addr, port, size, rank==0, wait_for_workers=False, multi_tenant=True) # torch's wait on rank 0 would not say for whom
+    except dist.DistNetworkError as e:
+        if 'EADDRINUSE' not in str(e): raise
+        raise WorldError(f'Rank 0 found port {port} of its host taken, perhaps by another job. HINT: set MASTER_PORT to a free port, the same for all ranks of a job') from None
 
 # %% ../../nbs/006_job.group.ipynb #bc676081
 def _until_open(addr, port, rank, timeout=600., notice=30.):

@@ -166,8 +166,6 @@ def missing_ranks(
     "Return the option or the variable that asks for another number of ranks than `n`, with a hint"
     env = os.environ if env is None else env
     if nprocs and nprocs!=n: return f'--nprocs {nprocs}','let the launcher start as many, or leave --nprocs out'
-    for k in ('OMPI_COMM_WORLD_SIZE','PMI_SIZE'):
-        if n==1 and int(env.get(k) or 1)>1: return f'{k}={env[k]}','start with torchrun or srun; ranks of an MPI launcher are not known as such'
     if n==1 and 'ACCELERATE_USE_CPU' in env and 'MASTER_PORT' in env and 'RANK' not in env:
         return '`accelerate launch`','add --multi_gpu, which without a GPU starts CPU ranks, or use torchrun'
 
