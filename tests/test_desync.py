@@ -59,6 +59,7 @@ drifts = [(weight, '0.weight', 'in 1 of 2048 elements by up to 0.5'), (stats, '1
     (mask, 'mask', 'in 2 of 64 elements by up to 1'), (momentum, 'optimizer state of 0.weight: grad_avg', 'in 2048 of 2048 elements by up to nan'),
     (count, 'optimizer state of 1.bias: step', 'with 7 instead of 4'), (rate, 'lr of parameter group 0', 'with 0.5 instead of 0.01')]
 
+@pytest.mark.replicas # in shards a rank has rows that no other has, so there is nothing to compare
 @pytest.mark.parametrize('size', (2,3))
 @pytest.mark.parametrize('f,name,how', drifts)
 def test_drift_is_named_on_every_rank(f, name, how, size):
@@ -66,6 +67,7 @@ def test_drift_is_named_on_every_rank(f, name, how, size):
     test_eq(res, res[:1]*size)
     assert res[0].startswith(f'ranks differ in {name} after step 4 of the fit, in epoch 0: rank 1 from rank 0, {how}. HINT')
 
+@pytest.mark.replicas
 def test_the_majority_is_right():
     for who in (0,2):
         res = on_ranks(lambda rank: found(digits(), On(rank==who, 0, weight), DesyncCheck(1)), 3, join=False)
@@ -76,20 +78,24 @@ def several(rank):
     def f(learn): [weight(learn), stats(learn), rate(learn)]
     return found(digits(), On(rank, 1, f), DesyncCheck(1))
 
+@pytest.mark.replicas
 def test_causes_come_first():
     for o in on_ranks(several, 3, join=False): assert 'in lr of parameter group 0 after step 2 of the fit, in epoch 0: rank 0 from rank 1, with 0.01 instead of 0.5. They differ as well in 0.weight' in o
 
+@pytest.mark.replicas
 def test_found_at_the_end_of_the_epoch():
     for o in on_ranks(lambda rank: found(digits(), On(rank==1, 1, weight), DesyncCheck(), epochs=2), join=False): assert 'after step 9 of the fit, in epoch 0' in o
 
 def stop(learn): learn.opt.step = noop
 
+@pytest.mark.replicas
 def test_a_rank_that_steps_no_more():
     for o in on_ranks(lambda rank: found(digits(), On(rank==1, 2, stop, 'before_step'), DesyncCheck(2)), join=False):
         assert o.startswith('ranks differ in optimizer state of 0.weight: grad_avg after step 4')
 
 def alone(learn): learn.opt.state[learn.model[0].weight]['extra'] = torch.zeros(2)
 
+@pytest.mark.replicas
 def test_a_state_that_one_rank_has_alone():
     for o in on_ranks(lambda rank: found(digits(), On(rank==1, 0, alone), DesyncCheck(1)), join=False):
         assert 'optimizer state of 0.weight: extra' in o and 'with torch.float32 (2,) instead of nothing' in o
@@ -98,11 +104,13 @@ def lost(rank):
     def mine(learn): learn.model[0].weight.grad *= 1+rank
     return found(digits(), On(True, 0, mine, 'after_backward'), DesyncCheck(1))
 
+@pytest.mark.replicas
 def test_gradients_that_a_rank_changes():
     for o in on_ranks(lost, join=False): assert 'optimizer state of 0.weight: grad_avg after step 1' in o
 
 # Once an epoch
 
+@pytest.mark.replicas
 def test_without_asking(size=3):
     for who in (0,2):
         res = on_ranks(lambda rank: found(digits(), On(rank==who, 1, weight), epochs=2), size, join=False)
@@ -118,7 +126,9 @@ class EMA(Callback):
         for m,p in zip(self.mean, self.model.parameters()): m.data,p.data = p.data,m.data
     before_validate = after_validate = swap
 
-@pytest.mark.parametrize('kw', (dict(cbs=[EMA()]), dict(cbs=[GradientClip(.1),SaveModelCallback()]), dict(mk=lambda: digits().to_fp16(init_scale=2.**30))))
+alikes = pytest.param(dict(cbs=[EMA()]), marks=pytest.mark.replicas),dict(cbs=[GradientClip(.1),SaveModelCallback()]),dict(mk=lambda: digits().to_fp16(init_scale=2.**30))
+
+@pytest.mark.parametrize('kw', alikes)
 def test_callbacks_that_do_alike(kw):
     mk,cbs = kw.get('mk', digits),kw.get('cbs', [])
     test_eq(on_ranks(lambda rank: len(fitted(mk(), *cbs, epochs=2, cpu=True).recorder.losses), join=False), [18]*2)
@@ -127,6 +137,7 @@ def off(rank):
     learn = fitted(digits(), On(rank==1, 1, weight), desync_check=False)
     return [type(cb).__name__ for cb in learn.cbs]
 
+@pytest.mark.replicas
 def test_may_be_left_out(): test_eq(on_ranks(off, join=False), [['TrainEvalCallback','Recorder','CastToTensor','ProgressCallback']]*2)
 
 # No drift
@@ -178,6 +189,7 @@ def test_all_dtypes_empty_tensors_and_nan():
         def change(learn): getattr(learn.model, f'b{k}')[1] = 0
         for o in on_ranks(lambda rank: odd(rank, 2, change), join=False): assert f'in b{k} after step 1' in o and 'in 1 of 2 elements by up to 1.' in o
 
+@pytest.mark.replicas
 def test_nan_that_all_have_is_no_difference():
     def f(rank):
         def spoil(learn): learn.model[0].weight.data[0] = math.nan

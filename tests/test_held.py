@@ -146,6 +146,7 @@ def _ran(rank, *cbs, **kw):
     with counting() as ran: told(*cbs, **kw)
     return ran
 
+@pytest.mark.replicas # it averages weights, which shards refuse
 def test_cost():
     "What agrees travels in the collective that compares the model; what was told of is not compared again"
     cases = ([],2),([Quiet,Average],2),([],4),([Counts],2),([Counts],4)

@@ -87,16 +87,19 @@ def traced(rank, walk, cbs=(), **kw):
     finally: sys.setprofile(None)
     return len({k for k,_ in calls}),sum(calls.values()),calls
 
+@pytest.mark.replicas # it says itself what is in shards
 @pytest.mark.parametrize('shard,rooms,calls', ((False,22,221),(True,27,293)))
 def test_a_step_passes_few_rooms(shard, rooms, calls):
     for r,n,_ in on_ranks(lambda rank: traced(rank, Traced(('before_batch',3), ('before_batch',4)), shard=shard), 2, join=False):
         assert rooms/2<r<=rooms and calls/2<n<=calls, (r,n)
 
+@pytest.mark.replicas # it says itself what is in shards
 def test_an_error_is_put_back_once():
     r,_,calls = on_ranks(lambda rank: traced(rank, Traced(('before_step',3)), [Fails()]), 2, join=False)[1]
     assert 10<r<=38, r
     assert all(n==1 for (_,f),n in calls.items() if f in ('unwrap','blame')), calls
 
+@pytest.mark.replicas # it says itself what is in shards
 def test_a_save_makes_few_calls():
     with tempfile.TemporaryDirectory() as d:
         for r,n,_ in on_ranks(lambda rank: traced(rank, Traced(('before_step',4), ('before_batch',6)), [Checkpoint(d, every=5)]), 2, join=False):

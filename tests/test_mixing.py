@@ -147,6 +147,7 @@ right = dict(batchnorm=lambda: learner(nn.BatchNorm1d(8), nn.Dropout()), attenti
     enters=lambda: learner(cbs=Enters()), transform=lambda: transformed(ScaleBatch()), half=lambda: hooked(lambda g: g/2),
     **{k:getattr(learners, k) for k in ('vision','tabular','collab','language_model','text_classifier')})
 
+@pytest.mark.replicas # test_in_shards has what can be tried there
 @pytest.mark.parametrize('size', (2,3))
 def test_what_mixes_is_named_once(size):
     res = on_ranks(lambda rank: {k:said(mk()) for k,(mk,_) in wrong.items()}, size, timeout=120, join=False)

@@ -39,6 +39,7 @@ resumed = [pytest.param(three, 1, [('SIGKILL','after_batch',4,0),('SIGTERM','aft
     pytest.param((mlp,[('fit','fit_one_cycle',2,('csv',)),('validate',),('fit','fit',1,('early',))]), 2, [('raise','before_validate',2,None)], (2,3), True, id='in shards'),
     pytest.param((('mlp','mean','adam','fastai',False,30,False,True),[('fit','fit',2,()),('preds',1)]), 1, [('raise','after_batch',3,0)], (2,3), False, id='in bfloat16')]
 
+@pytest.mark.replicas # it says itself what is in shards
 @pytest.mark.parametrize('script,every,kills,sizes,shard', resumed)
 def test_a_killed_script_ends_as_if_it_were_not(script, every, kills, sizes, shard):
     assert compare_resumed(script, every, kills, sizes, shard=shard)[0] is None

@@ -12,6 +12,8 @@ from fastdist import *
 from fastcore.test import test_eq,test_close
 from learners import load_digits
 
+def alone_in_a_pass(*kws): return [pytest.param(o, marks=pytest.mark.replicas) for o in kws]
+
 @pytest.fixture(autouse=True)
 def no_figures(): plt.close('all')
 
@@ -44,7 +46,7 @@ def files(path='.'): return sorted(str(o) for o in Path(path).rglob('*') if o.is
 
 # Writers
 
-@pytest.mark.parametrize('kw', [dict(log_preds=False), dict(), dict(n_preds=4)], ids=['scalars','preds','few'])
+@pytest.mark.parametrize('kw', [dict(log_preds=False), *alone_in_a_pass(dict(), dict(n_preds=4))], ids=['scalars','preds','few'])
 def test_tensorboard(alone, kw):
     check(alone, lambda rank: (trained(rank, TensorBoardCallback(log_dir=f'logs{rank}', trace_model=False, **kw)),None))
     file, = files()
@@ -57,6 +59,7 @@ def test_tensorboard(alone, kw):
 
 def traced(rank, folder, **kw): return trained(rank, TensorBoardCallback(log_dir=folder, log_preds=False), **kw)
 
+@pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 def test_tensorboard_traces_on_rank_0():
     "The trace takes a batch of the training loader, so the next order is another one, in one process and on ranks"
     _,*one = traced(0, 'one', bs=8)
@@ -80,7 +83,7 @@ def with_wandb(rank, **kw):
     wandb.finish()
     return res,logged
 
-@pytest.mark.parametrize('kw', [dict(log_preds=False), dict(), dict(log_preds_every_epoch=True, n_preds=5)], ids=['scalars','preds','every'])
+@pytest.mark.parametrize('kw', [dict(log_preds=False), *alone_in_a_pass(dict(), dict(log_preds_every_epoch=True, n_preds=5))], ids=['scalars','preds','every'])
 def test_wandb(alone, kw, wandb_dir):
     (logged,preds),other = check(alone, lambda rank: with_wandb(rank, **kw))
     test_close(logged, [2,*alone[0][1][-1][1:]], 1e-5)
@@ -136,6 +139,7 @@ def curious(rank, look, **kw):
     cb = Curious(look, **kw)
     return trained(rank, cb),cb.seen
 
+@pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 @pytest.mark.parametrize('look', [inner_preds,preds,validate,show,predict,everything])
 def test_evaluation_after_an_epoch(alone, look):
     a,b = check(alone, lambda rank: curious(rank, look))
@@ -143,16 +147,19 @@ def test_evaluation_after_an_epoch(alone, look):
     if look in (inner_preds,preds): test_eq(a, [[12,12]]*2)
     if look is validate: test_close(a, [o[1:] for o in alone[0][1]], 1e-5)
 
+@pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 @pytest.mark.parametrize('event', ['before_fit','after_train','before_validate','after_validate','after_fit'])
 def test_evaluation_elsewhere(alone, event):
     a,b = check(alone, lambda rank: curious(rank, preds, event=event))
     test_eq((a,b), ([[12,12]]*len(a),[]))
     assert a
 
+@pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 def test_evaluation_within_training(alone):
     a,_ = check(alone, lambda rank: curious(rank, preds, event='after_step'))
     test_eq(a, [[12,12]]*12)
 
+@pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 def test_the_history_survives_it(alone):
     check(alone, lambda rank: (trained(rank, CSVLogger(), Curious(everything)),None))
     test_close(pd.read_csv('history.csv')[['train_loss','valid_loss','accuracy']].values, np.array(alone[0][1]), 1e-5)

@@ -238,6 +238,7 @@ def fits(rank, most):
         learn.fit(1)
         return lines,how,[p.tolist() for p in learn.model.parameters()]
 
+@pytest.mark.replicas # it looks at all weights inside of the context
 def test_fits():
     star,relays = [on_ranks(lambda rank: fits(rank, most), 4, join=False) for most in (256,2)]
     test_eq([o[1:] for o in relays], [o[1:] for o in star])

@@ -53,9 +53,11 @@ def on_both(n, path, **kw):
 
 at_ends = Counter({'c10d::broadcast_':2, 'c10d::allgather_':1, 'c10d::gather_':1}) # what there is to go on from, and the state of the end
 
+@pytest.mark.replicas # ranks in shards write their own rows
 @pytest.mark.parametrize('n,steps', ((160,4), (1600,40)))
 def test_quiet_steps_exchange_nothing(tmp_path, n, steps): test_eq(on_both(n, tmp_path, minutes=60), (steps,at_ends,Counter()))
 
+@pytest.mark.replicas # ranks in shards write their own rows
 def test_a_state_is_one_gather(tmp_path):
     each = Counter({'c10d::allgather_':1, 'c10d::gather_':1})
     test_eq(on_both(1600, tmp_path, every=13, minutes=None), (40,at_ends+each+each+each,Counter()))

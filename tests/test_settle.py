@@ -10,6 +10,8 @@ from fastdist import *
 from fastdist.parallel.ddp import Buckets
 from fastdist.parallel.ddp import Carrier
 
+pytestmark = pytest.mark.replicas # shards have no buckets
+
 class Odd(nn.Module):
     "Its parameters are used in another order than the one in which they were made, one of them twice"
     def __init__(self):

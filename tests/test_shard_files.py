@@ -333,6 +333,7 @@ def test_nothing_is_left(how): on_ranks(lambda rank: cleaned(rank, how, odd()), 
 
 def test_nothing_is_left_on_recurrent_models(): on_ranks(lambda rank: cleaned(rank, 'fitted', language_model()), join=False)
 
+@pytest.mark.replicas # it says itself what is in shards
 def test_distributed_from_a_head(monkeypatch):
     "A Learner of the head is in shards on the ranks, and comes home whole; in a function too"
     set_seed(4)
@@ -386,3 +387,16 @@ def test_the_type_of_a_state_dict(whole):
         elif rank: test_eq((state,part), ({},{}))
         else: check(now, state, part)
     on_ranks(g, 3, join=False)
+
+# Process groups
+
+def left(rank):
+    "Threads and descriptors of process groups that a context with shards has left"
+    before,learn = len(os.listdir('/dev/fd')),net_learner()
+    with ctx(learn): learn.fit(1, .01)
+    return [o for o in Path('/proc/self/task').glob('*/comm') if 'gloo' in o.read_text()],len(os.listdir('/dev/fd'))-before
+
+@pytest.mark.parametrize('size', [2,3])
+def test_no_process_group_is_left(size):
+    "torch's caches hold meshes, and a thread of gloo that outlives its group may end the process when Python shuts down"
+    test_eq(on_ranks(left, size, join=False), [([],0)]*size)

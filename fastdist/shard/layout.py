@@ -108,11 +108,12 @@ def renew(self:Sharded, learn):
 @patch
 def leave(self:Sharded, learn, keep=True):
     "Give the Learner its whole models back, or leave it in shards where the plan and `keep` say so"
-    if not self.models: return
-    if not (keep and self.plan.keep and all(s.is_on for s in self.models.values())): return self.unsharder.leave(learn)
-    self.models.rest()
-    learn.kept_in_shards = dict(self.models)
-    self.models.clear()
+    if keep and self.plan.keep and self.models and all(s.is_on for s in self.models.values()):
+        self.models.rest()
+        learn.kept_in_shards = dict(self.models)
+        self.models.clear()
+    elif self.models: self.unsharder.leave(learn)
+    self.sharder.end()
 
 # %% ../../nbs/610_shard.layout.ipynb #3fde3f1c
 @patch

@@ -120,6 +120,11 @@ class Sharder:
         self.job,self.plan,self.models,self.opts,self.passes = job,plan,models,opts,passes
         self.mesh = self.group = self.own = None # of the job, and its two process groups
 
+    def end(self):
+        "Forget the mesh and its process groups"
+        if self.mesh is not None: forget_groups(self.mesh)
+        self.mesh = self.group = self.own = None
+
     def _new_mesh(self):
         self.mesh,self.group = shard_mesh(self.job.world, self.plan.hybrid),dist.group.WORLD
         self.own = own_group(self.mesh)
@@ -199,8 +204,10 @@ def enter(self:Sharder,
 def renew(self:Sharder, learn):
     "Put the models in shards again where the process group is another than before"
     if self.group is dist.group.WORLD: return
+    old = self.mesh
     self._new_mesh()
     self._again(learn)
+    forget_groups(old)
 
 @patch
 def _again(self:Sharder, learn):
