@@ -126,7 +126,8 @@ class EMA(Callback):
         for m,p in zip(self.mean, self.model.parameters()): m.data,p.data = p.data,m.data
     before_validate = after_validate = swap
 
-alikes = pytest.param(dict(cbs=[EMA()]), marks=pytest.mark.replicas),dict(cbs=[GradientClip(.1),SaveModelCallback()]),dict(mk=lambda: digits().to_fp16(init_scale=2.**30))
+averages = pytest.param(dict(cbs=[EMA()]), marks=pytest.mark.replicas)
+alikes = averages,dict(cbs=[GradientClip(.1),SaveModelCallback()]),dict(mk=lambda: digits().to_fp16(init_scale=2.**30))
 
 @pytest.mark.parametrize('kw', alikes)
 def test_callbacks_that_do_alike(kw):
