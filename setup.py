@@ -10,7 +10,7 @@ extras = {k:cfg[f'{k}_requirements'].split() for k in ('dev','docs','bench')}
 extras['dev'] += extras['docs']
 
 setup(name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'], author=cfg['author'],
-    license=cfg['license'], python_requires='>='+cfg['min_python'], packages=find_packages(include=[cfg['lib_name']+'*']),
+    license_expression=cfg['license'], license_files=['LICENSE'], python_requires='>='+cfg['min_python'], packages=find_packages(include=[cfg['lib_path'], cfg['lib_path']+'.*']), package_data={cfg['lib_path']:['py.typed']},
     install_requires=cfg['requirements'].split(), extras_require=extras,
     long_description=(here/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
-    entry_points=dict(nbdev=[f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"], console_scripts=['fastdist-check=fastdist.check:main']))
+    entry_points=dict(nbdev=[f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"], console_scripts=['fastdist-check=fastdist.check:main']))

@@ -146,8 +146,8 @@ def main(
         runs = run_rounds(jobs, rounds)
     name = lambda n, work: f'{work}, {n} process{"es" if n>1 else ""}'
     keys = [(n,work) for work in steps for n in (1,2)]
-    between = [of_step(sum(runs[*o,'steps'], []), name(*o)) for o in keys]
-    states = [of_state(joined(runs[*o,'states']), name(*o)) for o in keys]
+    between = [of_step(sum(runs[(*o,'steps')], []), name(*o)) for o in keys]
+    states = [of_state(joined(runs[(*o,'states')]), name(*o)) for o in keys]
     with open_jobs({1:('states.Saving',1)}) as jobs, TemporaryDirectory() as d: # with memory as it is by default
         jobs[1].answers()
         states += [of_state(jobs[1].ask('large', 'mlp', f'{d}/{k}', k)[0], k) for k in larges]

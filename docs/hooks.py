@@ -41,7 +41,7 @@ def _others():
     res = {f'{o.relative_to(pages.root)}.md':_script(o) for o in scripts}
     listed = ''.join(f'- [{o.name}]({o.name}.md)\n' for o in scripts if o.parent.name=='slurm')
     res['examples/slurm/index.md'] = f'# Scripts for SLURM\n\n{listed}'
-    return res | {o:(pages.root/o).read_text() for o in ('benchmarks/README.md','CONTRIBUTING.md')}
+    return res | {o:(pages.root/o).read_text() for o in ('benchmarks/README.md','CONTRIBUTING.md','CHANGELOG.md')}
 
 def _share_templates(folder):
     "Compile each template of nbconvert once, not for each notebook anew"

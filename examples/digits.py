@@ -1,5 +1,4 @@
-"Train a small convolutional network on scikit-learn's digits: on as many ranks as a launcher started, or on two that this script starts"
-from accelerate import notebook_launcher
+"Train a small convolutional network on scikit-learn's digits: on as many ranks as a launcher started, or on those that this script starts: one a GPU, two without"
 from fastai.vision.all import *
 from sklearn.datasets import load_digits
 from fastdist import *
@@ -19,6 +18,4 @@ def train(epochs=5):
     with learn.distrib_ctx(): learn.fit_one_cycle(epochs, 1e-2)
     if this_world().rank==0: print(f'accuracy: {learn.recorder.values[-1][-1]:.3f}')
 
-if __name__=='__main__':
-    if this_world().source=='one process': notebook_launcher(train, num_processes=torch.cuda.device_count() or 2)
-    else: train()
+if __name__=='__main__': Accelerator(nprocs=torch.cuda.device_count() or 2).distribute(train)()

@@ -117,12 +117,12 @@ Modules:
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
 - `fastdist.train.weights`: Weight of this rank's batch in the global batch, and terms that callbacks add to its loss"""
 
-import accelerate
+import accelerate,warnings
 from types import ModuleType
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastai.torch_core import num_distrib, rank_distrib
 from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, WorldError
-from .job.world import World, own_version
+from .job.world import World, install_fault, own_version
 from .job.group import this_world, setup_distrib, teardown_distrib
 from .job.fork import on_ranks
 from .comm.rank0 import rank0_first
@@ -136,6 +136,7 @@ from .observe.desync import DesyncCheck
 from .observe.timeline import Timeline
 
 __version__ = own_version()
+if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
     'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']

@@ -50,7 +50,9 @@ def test_ctrl_c_ends_all(start, tmp_path):
     p = start(*by_torchrun, tmp_path)
     trains(tmp_path, p)
     os.killpg(p.pid, signal.SIGINT)
-    ended(p, 20)
+    err = ended(p, 20)
+    ours = [o for o in err.splitlines() if o.startswith('[rank') or 'fastdist' in o]
+    assert len(ours)==1 and re.match(r'(\[rank0\]: )?fastdist: interrupted by Ctrl-C or SIGINT at .*, line \d+, in ', ours[0]), err[-5000:] # the rest is torchrun's own
     assert not processes(tmp_path)
 
 def test_torchrun_names_who_was_killed(start, tmp_path):

@@ -24,6 +24,21 @@ def test_rooms_import_from_below():
     assert len(pairs)>300
     test_eq([(k,o) for k,o in pairs if place[o]>=place[k]], [])
 
+def newer(tree):
+    "Return the lines of `tree` that only Python 3.11 reads, which `feature_version` does not find: `a[*b, c]` and `*args: *T`"
+    stars = [n for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Tuple) and any(isinstance(o, ast.Starred) for o in n.slice.elts)
+        and n.slice.col_offset==n.slice.elts[0].col_offset]
+    return [n.lineno for n in stars+[n for n in ast.walk(tree) if isinstance(n, ast.arg) and isinstance(n.annotation, ast.Starred)]]
+
+def test_python_3_10_reads_every_file():
+    "The oldest version that is promised; lessons and scripts too"
+    top = house.parent
+    code = {f:f.read_text() for d in ('fastdist','tests','benchmarks','examples','docs') for f in (top/d).rglob('*.py')} | {top/'setup.py':(top/'setup.py').read_text()}
+    for f in (top/'nbs').rglob('*.ipynb'): code |= {f'{f} {c["id"]}':''.join(c['source']) for c in json.loads(f.read_text())['cells'] if c['cell_type']=='code'}
+    assert len(code)>1000
+    test_eq([(str(k),o) for k,s in code.items() if not re.search(r'^\s*[%!]', s, re.M) for o in newer(ast.parse(s, feature_version=(3,10)))], [])
+    test_eq([newer(ast.parse(o)) for o in ('a[*b, 1]','a[(*b, 1)]','def f(*a: *T): ...')], [[1],[],[1]])
+
 def test_no_text_in_code_names_a_room():
     "An arrow that nobody sees: it would point to where a room was"
     texts = [(k,o.value) for k,t in trees.items() for o in ast.walk(t) if isinstance(o, ast.Constant) and isinstance(o.value, str)]

@@ -79,13 +79,20 @@ def show_once(
     rank_of:callable, # Returns this process's rank in a job of several, `None` elsewhere
     kind:type, err:BaseException, tb # As for any `sys.excepthook`
 ):
-    "Print one line for an error of another rank; print a short traceback for a rank's own error and for a `RankError` in the head"
+    "Print one line for an error of another rank, and for Ctrl-C; print a short traceback for a rank's own error and for a `RankError` in the head"
     rank = rank_of()
-    if rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} ends with the error that rank 0 shows, a {kind.__name__}\n')
+    if rank is not None and kind is KeyboardInterrupt and os.environ.get('FASTDIST_TRACEBACK')!='full': is_everywhere(err) and rank or sys.stderr.write(_interrupted(err))
+    elif rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} ends with the error that rank 0 shows, a {kind.__name__}\n')
     elif isinstance(err, RankError) and err.shown and rank not in (None,err.rank) and not is_everywhere(err):
         sys.stderr.write(f'fastdist: rank {rank} ends {_why(err)}\n')
     elif show is sys.__excepthook__ and (rank is not None or isinstance(err, RankError)): sys.stderr.write(traceback_text(err)+'\n')
     else: show(kind, err, tb)
+
+def _interrupted(err):
+    "Return one line with the innermost place of the user's code in `err`, a `KeyboardInterrupt`"
+    own = [f for f in TracebackException.from_exception(err).stack if not library_place(f.filename)]
+    at = f' at {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}' if own else ''
+    return f'fastdist: interrupted by Ctrl-C or SIGINT{at}, a KeyboardInterrupt (FASTDIST_TRACEBACK=full shows its traceback)\n'
 
 def _why(err):
     "Return in words why another rank's error `err` ends this one; of a `SystemExit` Python shows no traceback"

@@ -148,7 +148,7 @@ def rank_place(
     d = w.device
     gpu = torch.cuda.get_device_properties(d) if d.type=='cuda' else None
     return dict(rank=w.rank, host=w.node_name, local=w.local_rank, device=f'{d} ({gpu.name})' if gpu else str(d), backend=w.backend, kind=d.type,
-        launcher='fastdist' if 'FASTDIST_STORE' in os.environ else w.source, node=w.node_rank, gpu=str(gpu.uuid) if gpu else None)
+        launcher=w.source, node=w.node_rank, gpu=str(gpu.uuid) if gpu else None)
 
 def place_table(
     places:list # What `rank_place` returned on each rank

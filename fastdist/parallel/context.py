@@ -188,7 +188,7 @@ def blame(self:Job,
     self.explain(e)
     planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
     if self.line and not planned: self.line.faults.failed_here(e)
-    if self.line and isinstance(e, Exception) and self.line.faults.as_rank0(): everywhere(e)
+    if self.line and isinstance(e, (Exception,KeyboardInterrupt)) and self.line.faults.as_rank0(): everywhere(e)
     raise self._told(e)
 
 

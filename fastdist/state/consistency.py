@@ -14,7 +14,7 @@ named with the value of each rank."""
 __all__ = ['name_of', 'check_lazy', 'model_facts', 'transform_facts', 'learner_facts', 'check_alike']
 
 # %% ../../nbs/417_state.consistency.ipynb #f28f42a1
-import sys,zlib
+import re,sys,zlib
 from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
@@ -89,6 +89,13 @@ def learner_facts(
     return res|{'optimizers': [type(learn.opt).__name__, *map(str, learn.opt.hypers)]} if fit and isinstance(learn.opt, Optimizer) else res
 
 # %% ../../nbs/417_state.consistency.ipynb #54977fec
+def _values(name, all_):
+    "Return the values of `name` on all ranks as text; nothing of digests, which tell nobody more"
+    vals = [o.get(name) for o in all_]
+    return '' if all(re.fullmatch('[0-9a-f]{16}', str(v)) for v in vals) else f': {vals}'
+
+def _split(name): return 'split with a seed, as `RandomSplitter(seed=42)` or `random_split(…, generator=…)` does. Also, ' if name.endswith(' items') else ''
+
 def check_alike(
     facts:dict # Name -> plain value, the same names in the same order on all ranks
 ):
@@ -97,5 +104,5 @@ def check_alike(
     all_,places = zip(*gather_objs((facts, place_of(sys._getframe()))))
     name = first(k for o in all_ for k in o if any(p.get(k)!=o[k] for p in all_))
     where = '' if len(set(places))==1 else f' Rank {" and rank ".join(f"{r} is at {p}" for r,p in enumerate(places[:4]))}.'
-    raise everywhere(ValueError(f'Ranks have different {name}: {[o.get(name) for o in all_]}.{where} HINT: all ranks have to run the same code on the same data. Seed what is random before '
+    raise everywhere(ValueError(f'Ranks have different {name}{_values(name, all_)}.{where} HINT: {_split(name)}all ranks have to run the same code on the same data. Seed what is random before '
         'it; take classes from `sorted(set(…))`, for the order of a set differs by process; what is for one rank alone, such as a callback with rank0_only=True, must not change what all ranks do'))

@@ -1,0 +1,50 @@
+"The distribution: what is in its archives, what its metadata say, and what an editor sees of it"
+import os,shutil,subprocess,sys,tarfile,zipfile
+from configparser import ConfigParser
+from email import message_from_string
+from pathlib import Path
+import pytest
+from fastcore.test import test_eq
+
+top = Path(__file__).parent.parent
+cfg = ConfigParser()
+cfg.read(top/'settings.ini')
+cfg = cfg['DEFAULT']
+
+def build(kind, here, out):
+    "Path of the archive that setuptools builds of the folder `here`"
+    code = f'from setuptools import build_meta as b; print(b.build_{kind}({str(out)!r}))'
+    return out/subprocess.run([sys.executable, '-c', code], cwd=here, capture_output=True, text=True, check=True, env=os.environ|dict(PYTHONPATH='')).stdout.split()[-1]
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+    "The wheel that is built of the source archive, as pip does"
+    d = tmp_path_factory.mktemp('package')
+    src,out = d/'src',d/'out'
+    names = subprocess.run(['git','ls-files','-co','--exclude-standard','fastdist','*.py','*.md','*.in','*.ini','*.toml','LICENSE'], cwd=top, capture_output=True, text=True, check=True).stdout.split()
+    for o in names:
+        (src/o).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(top/o, src/o)
+    out.mkdir()
+    with tarfile.open(build('sdist', src, out)) as t: t.extractall(out, filter='data')
+    return zipfile.ZipFile(build('wheel', next(o for o in out.iterdir() if o.is_dir()), out))
+
+def read(wheel, name): return wheel.read(next(o for o in wheel.namelist() if o.endswith(f'.dist-info/{name}'))).decode()
+
+def test_all_modules_and_types_are_in_it(wheel):
+    found = {o for o in wheel.namelist() if '.dist-info/' not in o}
+    test_eq(found, {str(o.relative_to(top)) for o in (top/'fastdist').rglob('*.py')}|{'fastdist/py.typed'})
+    assert Path(wheel.filename).name.startswith(f'fastai_dist-{cfg["version"]}-py3')
+
+def test_metadata(wheel):
+    meta = message_from_string(read(wheel, 'METADATA'))
+    test_eq([meta[k] for k in ('Name','Version','Requires-Python')], ['fastai-dist',cfg['version'],'>=3.10'])
+    test_eq((meta['License-Expression'], meta.get_all('License-File')), ('Apache-2.0', ['LICENSE']))
+    assert 'Apache License' in read(wheel, 'licenses/LICENSE') and 'Do not `pip install fastdist`' in meta.get_payload()
+    test_eq({o.partition(';')[0].strip() for o in meta.get_all('Requires-Dist') if 'extra' not in o}, set(cfg['requirements'].split()))
+    assert tuple(map(int, cfg['version'].split('.')))>(0,0,1) and f'## {cfg["version"]},' in (top/'CHANGELOG.md').read_text()
+
+def test_commands_lead_somewhere(wheel):
+    entries = ConfigParser()
+    entries.read_string(read(wheel, 'entry_points.txt'))
+    test_eq({k:dict(v) for k,v in entries.items() if v}, dict(console_scripts={'fastdist-check':'fastdist.check:main'}, nbdev={'fastdist':'fastdist._modidx:d'}))
