@@ -89,9 +89,18 @@ def _target(link, uri):
     elif not at.startswith('nbs/images/'): at = at.removesuffix('.ipynb').removesuffix('.md')+'.html'
     return relpath(at.removeprefix('nbs/'), Path(uri).parent)+hash+anchor
 
+_boosts = {'index.ipynb':8, 'tutorials/start*':8, 'tutorials/*':4, 'guides/*':4, 'reference/names*':.5, 'reference/*':2} # the first that matches
+
+def boost(
+    uri:str # Of a page's source: `guides/hangs.ipynb`
+)->float: # Factor of a match on it
+    "Return how much search prefers a page: rooms and scripts come after guides"
+    return next((v for k,v in _boosts.items() if fnmatch(uri, k)), .25)
+
 def on_page_content(html, page, config, files):
     "Return the page of a notebook without what its boxes, scripts and styles would add"
     uri = page.file.src_uri
+    page.meta.setdefault('search', {})['boost'] = boost(uri)
     if not uri.endswith('.ipynb'): return html
     soup,codes = pages.tidy(html)
     for o in soup.find_all(['a','img']):
