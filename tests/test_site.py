@@ -7,7 +7,9 @@ from fastcore.nbio import read_nb
 
 sys.path.append(str(Path(__file__).parent.parent/'docs'))
 import pages
+from hooks import boost
 from links import problems
+from names import rooms
 
 def site(tmp_path, body, other='<h1 id="there">There</h1>', **kw):
     (tmp_path/'sub').mkdir()
@@ -89,3 +91,10 @@ def test_a_name_that_no_visible_cell_binds_is_found():
 
 @pytest.mark.parametrize('path', shown, ids=lambda o: o.stem)
 def test_what_a_page_shows_can_be_typed(path): assert not unbound(_code(path))
+
+def test_the_title_of_a_room_is_its_name():
+    for name,path in rooms.items(): assert read_nb(pages.root/'nbs'/path).cells[1].source.startswith(f'# {name}\n'), path
+
+def test_search_prefers_guides_to_rooms_and_scripts():
+    start,guide,tutorial,words,names,room,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_job.md','005_job.world.ipynb','examples/digits.py.md'))
+    assert start>guide==tutorial>words>names>room==script
