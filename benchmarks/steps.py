@@ -7,8 +7,8 @@ from work import works
 
 alone = dict(DDP='loops.Loop', Accelerate='loops.AccelerateLoop', Lightning='lit.Lightning', fastai='fast.Fastai')
 together = dict(DDP='loops.Loop', Accelerate='loops.AccelerateLoop', Lightning='lit.Lightning') | {
-    'Accelerate, gathering':'loops.AccelerateGather', 'fastai.distributed':'fast.FastaiDistributed', 'fastdist':'fast.Fastdist', 'fastdist, voting':'fast.FastdistVoting',
-    'fastdist, sync_bn':'fast.FastdistSyncBN'}
+    'Accelerate, gathering':'loops.AccelerateGather', 'fastai.distributed':'fast.FastaiDistributed', 'fastdist':'fast.FastdistSyncBN', 'fastdist, sync_bn=False':'fast.Fastdist',
+    'fastdist, voting':'fast.FastdistVoting'}
 specs = {(k,1):(v,1) for k,v in alone.items()} | {(k,2):(v,2) for k,v in together.items()}
 # Memory that is freed stays with the process, or page faults decide by chance which one is fast; and a quiet profiler
 env = dict(MALLOC_MMAP_THRESHOLD_='1000000000', MALLOC_TRIM_THRESHOLD_='2000000000', KINETO_LOG_LEVEL='99')

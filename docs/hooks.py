@@ -3,6 +3,7 @@ import logging
 from fnmatch import fnmatch
 from os.path import join,normpath,relpath
 from pathlib import Path
+from fastcore.nbio import read_nb
 from jinja2 import FileSystemBytecodeCache
 from mkdocs.structure.files import File
 from mkdocs.structure.toc import get_toc
@@ -35,11 +36,17 @@ def _script(path):
     lang = dict(py='python', yaml='yaml').get(path.suffix[1:], 'bash')
     return f'# {path.name}\n\n`{path.relative_to(pages.root)}`\n\n```{lang}\n{path.read_text()}\n```\n'
 
+def _notebook(path):
+    "Return a page that shows the notebook at `path`, which is not run here"
+    cells = [o.source if o.cell_type=='markdown' else f'```python\n{o.source}\n```' for o in read_nb(path).cells]
+    return '\n\n'.join(cells)
+
 def _others():
     "Return pages of what notebooks link to outside of `nbs`: the examples, and what is Markdown already"
     scripts = [o for o in sorted((pages.root/'examples').rglob('*')) if o.suffix in ('.py','.yaml','.sbatch') and '__pycache__' not in o.parts]
     res = {f'{o.relative_to(pages.root)}.md':_script(o) for o in scripts}
     listed = ''.join(f'- [{o.name}]({o.name}.md)\n' for o in scripts if o.parent.name=='slurm')
+    res |= {f'examples/{o.stem}.md':_notebook(o) for o in sorted((pages.root/'examples').glob('*.ipynb'))}
     res['examples/slurm/index.md'] = f'# Scripts for SLURM\n\n{listed}'
     return res | {o:(pages.root/o).read_text() for o in ('benchmarks/README.md','CONTRIBUTING.md','CHANGELOG.md')}
 
@@ -89,9 +96,18 @@ def _target(link, uri):
     elif not at.startswith('nbs/images/'): at = at.removesuffix('.ipynb').removesuffix('.md')+'.html'
     return relpath(at.removeprefix('nbs/'), Path(uri).parent)+hash+anchor
 
+_boosts = {'index.ipynb':8, 'tutorials/start*':8, 'tutorials/*':4, 'guides/*':4, 'reference/names*':.5, 'reference/*':2} # the first that matches
+
+def boost(
+    uri:str # Of a page's source: `guides/hangs.ipynb`
+)->float: # Factor of a match on it
+    "Return how much search prefers a page: rooms and scripts come after guides"
+    return next((v for k,v in _boosts.items() if fnmatch(uri, k)), .25)
+
 def on_page_content(html, page, config, files):
     "Return the page of a notebook without what its boxes, scripts and styles would add"
     uri = page.file.src_uri
+    page.meta.setdefault('search', {})['boost'] = boost(uri)
     if not uri.endswith('.ipynb'): return html
     soup,codes = pages.tidy(html)
     for o in soup.find_all(['a','img']):

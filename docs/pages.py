@@ -50,13 +50,14 @@ def _differs(path):
 def _directives(cell): return set(re.findall(r'^#\|\s*(\w+)', cell.source, re.M))
 
 def _cleaned(cell):
-    "Return `cell` without directives and what a progress bar wrote over, `None` where a reader does not see it"
+    "Return `cell` without directives and what a progress bar wrote over, with `echo: false` without its code; `None` where a reader does not see it"
     if _directives(cell)&{'hide','default_exp'}: return
+    silent = 'echo' in _directives(cell)
     cell.metadata = {} # of times, which nbformat refuses
     for o in cell.get('outputs', []):
         if 'text' in o: o['text'] = re.sub(r'[^\n]*\r|^(?:fastdist audit|Random on ranks): .*\n?', '', ''.join(o['text']), flags=re.M) # each page is audited
-    cell.source = re.sub(r'^#\|.*\n?', '', cell.source, flags=re.M).strip()
-    return cell if cell.source else None
+    cell.source = '' if silent else re.sub(r'^#\|.*\n?', '', cell.source, flags=re.M).strip()
+    return cell if cell.source or silent else None
 
 def clean(
     src, # A notebook of `nbs`
@@ -89,7 +90,9 @@ _coloured = re.compile(r'<div class="highlight-ipynb[^"]*"><pre>(.*?)</pre>', re
 
 def _input(m):
     "Return the code of a cell as the theme shows code, with an anchor for each name that it defines"
-    names = re.findall(r'^(?:def|class) (\w+)', re.sub('<[^>]*>', '', m[1]), re.M)
+    code = re.sub('<[^>]*>', '', m[1])
+    if not code.strip(): return ''
+    names = re.findall(r'^(?:def|class) (\w+)', code, re.M)
     return ''.join(f'<span id="{anchor(o)}"></span>' for o in names) + f'<div class="language-python highlight"><pre><code>{m[1].strip()}</code></pre></div>'
 
 def _output(o):

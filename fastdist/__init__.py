@@ -1,13 +1,13 @@
-"""fastai on N processes: `from fastdist import *`, and every Learner has its contexts. The other names are for what a Learner does not do:
+"""fastai on N processes. After `from fastdist import *` every Learner has the contexts below; the other names do what a Learner does not:
 
 | name | what it is for |
 |---|---|
 | `learn.distrib_ctx()`, `learn.parallel_ctx()` | train on all ranks of a job; on all GPUs of one process |
-| `learn.lean()` | the faster step of ranks, in one process |
+| `learn.lean()` | the step of ranks, which does less in Python, for a training in one process |
 | `Accelerator` | start ranks from a script or a notebook, with everything that an Accelerator of Accelerate has |
 | `Checkpoint` | a callback with which a training that is killed goes on |
 | `Timeline`, `DesyncCheck` | callbacks that show which rank is late, and the step after which ranks differ |
-| `rank0_first` | rank 0 first, then the others: downloads, caches |
+| `rank0_first` | call a function on rank 0 first, then on the others: for downloads and caches |
 | `DistributedDL` | a loader's batches for one rank |
 | `DistributedTrainer`, `ParallelTrainer` | the callbacks behind the contexts |
 | `setup_distrib`, `teardown_distrib`, `this_world`, `World` | join a job and leave it by hand; rank, size and device of this process |

@@ -1,5 +1,5 @@
 "Two CPU ranks under every launcher, started as a user would"
-import json,re,subprocess,sys,threading
+import json,nbformat,re,subprocess,sys,threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
@@ -8,6 +8,7 @@ import pytest
 from accelerate.utils import write_basic_config
 from fastai.data.external import untar_data
 from jupyter_client.manager import start_new_kernel
+from fastcore.all import first
 from fastcore.test import test_eq
 from fastdist import on_ranks,rank0_first
 from procs import *
@@ -81,6 +82,51 @@ def test_notebook_launcher_in_a_kernel(tmp_path):
     cells = executed(notebook.format(**names), tmp_path)
     check('notebook_launcher', tmp_path)
     assert shown(cells[2]).count('fastdist: 2 ranks')==1
+
+def tables(cell): return [o['data']['text/html'] for o in cell.outputs if '<table' in o.get('data', {}).get('text/html', '')]
+
+def bars(cell): return [o for o in shown(cell).splitlines() if '█' in o or 'train_loss' in o]
+
+three_ways = """import sys
+sys.path.append({here!r})
+from learners import *
+from fastdist import *
+from accelerate import notebook_launcher
+def train():
+    with digits().distrib_ctx() as learn: learn.fit(2)
+start = Accelerator(nprocs=2, compute_setup='cpu')
+# %%
+digits().fit(2)
+# %%
+learn = digits()
+start.distribute(learn.fit)(2)
+# %%
+start.distribute(train, start='fork')()
+# %%
+notebook_launcher(train, num_processes=2, use_port={port!r})"""
+
+def test_bars_and_tables_of_ranks_in_a_kernel_are_those_of_fastai(tmp_path):
+    _,plain,*ranks = executed(three_ways.format(here=str(here), port=str(free_port())), tmp_path)
+    for o in (plain,*ranks):
+        (table,),rows = tables(o),2
+        test_eq((table.count('<tr>'), 'train_loss' in table, bars(o)), (1+rows,True,[]))
+
+used = """import torch,matplotlib.pyplot as plt
+torch.set_num_threads(4)
+(torch.ones(800,800)@torch.ones(800,800)).sum()
+plt.plot([1,2])
+# %%
+"""
+
+def test_the_notebook_for_two_gpus_in_a_kernel_in_which_much_was_done(tmp_path):
+    "Without GPUs its ranks are two processes on the CPU"
+    nb = nbformat.read(examples/'kaggle_two_t4.ipynb', 4)
+    cells = executed(used + '\n# %%\n'.join(o.source for o in nb.cells if o.cell_type=='code'), tmp_path)
+    one,both,valid,fun = [first(o for o in cells if t in o.source) for t in ('fit_one_cycle(1','distribute(learn','validate','distribute(train')]
+    test_eq([tables(o)[0].count('<tr>') for o in (one,both,fun)], [2,4,4])
+    assert 'fastdist: 2 ranks on 1 node, cpu over gloo' in shown(both)
+    loss,acc = json.loads([o['data']['text/plain'] for o in valid.outputs if o.output_type=='execute_result'][0])
+    assert acc>.8 and float(fun.outputs[-1]['data']['text/plain'])>.8
 
 stopped = """import sys,time
 sys.path.append({here!r})

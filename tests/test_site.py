@@ -1,10 +1,15 @@
 "The documentation site: what its strict build calls an error"
-import sys
+import ast,builtins,re,sys
+from importlib import import_module
 from pathlib import Path
+import pytest
+from fastcore.nbio import read_nb
 
 sys.path.append(str(Path(__file__).parent.parent/'docs'))
 import pages
+from hooks import boost
 from links import problems
+from names import rooms
 
 def site(tmp_path, body, other='<h1 id="there">There</h1>', **kw):
     (tmp_path/'sub').mkdir()
@@ -43,3 +48,53 @@ def test_a_page_whose_build_was_broken_off_runs_again(tmp_path, monkeypatch):
     assert not ran()
     pages._stamp(page).touch()
     assert ran()
+
+shown = [pages.root/'nbs/index.ipynb', *(p for o in pages.folders for p in sorted((pages.root/'nbs'/o).glob('*.ipynb')))]
+
+def visible(path): return [o for o in map(pages._cleaned, read_nb(path).cells) if o]
+
+def _code(path): return [o.source for o in visible(path) if o.cell_type=='code']
+
+def _scripts(path): return [o for c in visible(path) if c.cell_type=='markdown' for o in re.findall(r'^```\w+\n(.*?)^```', c.source, re.M|re.S)]
+
+@pytest.mark.parametrize('path', shown, ids=lambda o: o.stem)
+def test_examples_of_a_page_fit_beside_its_lists(path):
+    wide = [o for code in _code(path)+_scripts(path) for o in code.splitlines() if len(o)>88]
+    assert not wide, '\n'.join(wide)
+
+def _given(name):
+    "Return the names that `from name import *` gives"
+    mod = import_module(name)
+    return set(getattr(mod, '__all__', None) or [o for o in vars(mod) if o[0]!='_'])
+
+def _binds(o):
+    "Return the names that the node `o` of a syntax tree binds"
+    if isinstance(o, ast.Name) and not isinstance(o.ctx, ast.Load): return {o.id}
+    if isinstance(o, (ast.FunctionDef,ast.ClassDef,ast.ExceptHandler)): return {o.name}
+    if isinstance(o, ast.arg): return {o.arg}
+    if isinstance(o, ast.ImportFrom) and o.names[0].name=='*': return _given(o.module)
+    return {(a.asname or a.name).split('.')[0] for a in o.names} if isinstance(o, (ast.Import,ast.ImportFrom)) else set()
+
+def unbound(
+    cells:list # Sources, in order
+)->list: # Of a cell's number and a name
+    "Return each name that a cell uses, and neither it, an earlier one nor Python binds"
+    res,known = [],set(dir(builtins))|{'get_ipython'}
+    for i,src in enumerate(cells):
+        nodes = list(ast.walk(ast.parse(src)))
+        known |= set().union(*map(_binds, nodes))
+        res += [(i, o.id) for o in nodes if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load) and o.id not in known]
+    return res
+
+def test_a_name_that_no_visible_cell_binds_is_found():
+    assert unbound(['from os.path import *\nimport a.b as c', 'for i in range(3): print(join(i, c))', 'def f(x, *y): return x,y,later', 'later = a']) == [(2,'later'), (3,'a')]
+
+@pytest.mark.parametrize('path', shown, ids=lambda o: o.stem)
+def test_what_a_page_shows_can_be_typed(path): assert not unbound(_code(path))
+
+def test_the_title_of_a_room_is_its_name():
+    for name,path in rooms.items(): assert read_nb(pages.root/'nbs'/path).cells[1].source.startswith(f'# {name}\n'), path
+
+def test_search_prefers_guides_to_rooms_and_scripts():
+    start,guide,tutorial,words,names,room,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_job.md','005_job.world.ipynb','examples/digits.py.md'))
+    assert start>guide==tutorial>words>names>room==script

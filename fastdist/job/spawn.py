@@ -15,13 +15,15 @@ __all__ = ['cpu_random', 'set_cpu_random', 'end_with_head', 'rank_env', 'is_serv
            'dies_as_ranks', 'asks_first', 'check_folder', 'start_ranks']
 
 # %% ../../nbs/011_job.spawn.ipynb #04fb8e94
-import atexit,codecs,os,re,selectors,signal,sys,time,torch,numpy as np,random
+import atexit,codecs,json,os,re,selectors,signal,sys,time,torch,numpy as np,random
 from importlib import import_module
+from base64 import b64encode
 from contextlib import contextmanager,suppress
 from multiprocessing import get_all_start_methods,get_context,parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory,gettempdir
 from threading import Thread
+from uuid import uuid4
 from fastcore.all import *
 from ..base.errors import *
 from ..base.tracebacks import *
@@ -60,6 +62,46 @@ def _redirect(out, err):
         os.close(fd)
         setattr(sys, name, os.fdopen(os.dup(i), 'w', buffering=1, encoding='utf-8', errors='replace'))
 
+# %% ../../nbs/011_job.spawn.ipynb #18b5eb00
+def _publish_to(path):
+    "Return a function that writes what it is given to the pipe at `path`, called as IPython calls `publish`"
+    f = open(path, 'w')
+    def publish(data, metadata=None, *, transient=None, update=False, **kwargs):
+        msg = dict(data=data, metadata=metadata or {}, transient=transient or {}, update=update)
+        print(json.dumps(msg, default=lambda o: b64encode(o).decode()), file=f, flush=True) # pictures are bytes
+    return publish
+
+def _displays(publish):
+    "Return IPython's `display` for a process without a shell, which `publish` is handed to"
+    from IPython.core.formatters import DisplayFormatter
+    from IPython.display import DisplayHandle
+    formatter = DisplayFormatter()
+    def display(*objs, display_id=None, update=False, **kwargs):
+        at = uuid4().hex if display_id is True else display_id
+        for o in objs: publish(*formatter.format(o), transient=dict(display_id=at) if at else None, update=update)
+        return DisplayHandle(at) if at else None
+    return display
+
+# %% ../../nbs/011_job.spawn.ipynb #979cd73f
+def _use_notebook_bars():
+    "Let fastai's bars of this process be those of a notebook, in each module that has imported them"
+    if 'fastprogress.fastprogress' not in sys.modules: return
+    fp = sys.modules['fastprogress.fastprogress']
+    bars = dict(master_bar=(fp.ConsoleMasterBar,fp.NBMasterBar), progress_bar=(fp.ConsoleProgressBar,fp.NBProgressBar))
+    for m in list(sys.modules.values()):
+        for k,(old,new) in bars.items():
+            if getattr(m, '__dict__', {}).get(k) is old: setattr(m, k, new)
+
+def _show_in_head(path):
+    "Let the notebook that is this rank's head show what this rank displays: send it through the pipe at `path`"
+    from IPython import display,get_ipython
+    from IPython.core import display_functions
+    publish = _publish_to(path)
+    if get_ipython(): get_ipython().display_pub.publish = publish
+    else:
+        display.display = display_functions.display = _displays(publish)
+        _use_notebook_bars()
+
 # %% ../../nbs/011_job.spawn.ipynb #5ec24dad
 class _Failure:
     "Picklable description of a rank's error, for the head"
@@ -77,6 +119,7 @@ def _be_rank(rank, d, env, call):
     try:
         (fun,state),script = call or read(d/'call')
         script.install()
+        if (at := d/f'show{rank}').exists(): _show_in_head(at)
         set_cpu_random(state)
         res = fun(rank)
         write((res, cpu_random()), d/f'result{rank}', ByName, ('What your function returned', res))
@@ -135,6 +178,22 @@ class _Output:
         if self.rest: self._show('\n')
         os.close(self.fd)
 
+# %% ../../nbs/011_job.spawn.ipynb #ffcdd6be
+class _Displayed(_Output):
+    "Hands what a rank displays, which comes in lines of JSON through the pipe at `path`, to `to`"
+    def _show(self, s):
+        *lines,self.rest = (self.rest+s).split('\n')
+        for o in lines: self.to(**json.loads(o))
+
+    def end_line(self): "A line that is not complete is not shown"
+    def close(self): os.close(self.fd)
+
+def _publisher():
+    "Return the function by which this notebook displays, `None` where this process is none"
+    if not (IN_NOTEBOOK and in_shell()): return
+    from IPython import get_ipython
+    return get_ipython().display_pub.publish
+
 # %% ../../nbs/011_job.spawn.ipynb #e1b91763
 _room = World.__module__.rpartition('.')[0]+'.spawn' # this module: a notebook's `__name__` would be another
 
@@ -166,6 +225,7 @@ class Ranks:
     ):
         self.n,self.d,self.procs,self.failed_at,self.sel = n,Path(d),[],None,selectors.DefaultSelector()
         self.outputs = [self._output(r, kind, r==0 or show_all, show_all) for r in range(n) for kind in ('out','err')]
+        if pub := _publisher(): self.outputs += [_Displayed(self.d/f'show{r}', pub if r==0 or show_all else None) for r in range(n)]
         call,script,port = (fun,cpu_random()),Script(),free_port()
         if start=='spawn': script.write(call, self.d/'call', ('', fun))
         ctx,be = _context(start),import_module(_room)._be_rank # not the `_be_rank` of a notebook, which a new process does not have
