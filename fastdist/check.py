@@ -134,7 +134,7 @@ def _in_job(rep, learn, timeout, shard=False):
         rep.joined,line = True,control_connection()
         with line.part(Watchdog).watch(lambda: rep.doing) if line else nullcontext(): yield
 
-# %% ../nbs/903_check.ipynb #768a7eca
+# %% ../nbs/903_check.ipynb #768a7ec9
 @contextmanager
 def _on_purpose():
     "Return a context manager in which a Learner that trains on this rank by itself causes no warning"
@@ -142,6 +142,7 @@ def _on_purpose():
         warnings.filterwarnings('ignore', 'You started .* ranks')
         yield
 
+# %% ../nbs/903_check.ipynb #768a7eca
 def _check_fit(rep, learn, make, shard=False):
     "Add findings about collectives and a fit"
     w = rep.world

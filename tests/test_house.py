@@ -26,8 +26,8 @@ def test_rooms_import_from_below():
 
 def newer(tree):
     "Return the lines of `tree` that only Python 3.11 reads, which `feature_version` does not find: `a[*b, c]` and `*args: *T`"
-    stars = [n for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Tuple) and any(isinstance(o, ast.Starred) for o in n.slice.elts)
-        and n.slice.col_offset==n.slice.elts[0].col_offset]
+    tuples = [n for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Tuple) and n.slice.elts]
+    stars = [n for n in tuples if any(isinstance(o, ast.Starred) for o in n.slice.elts) and n.slice.col_offset==n.slice.elts[0].col_offset]
     return [n.lineno for n in stars+[n for n in ast.walk(tree) if isinstance(n, ast.arg) and isinstance(n.annotation, ast.Starred)]]
 
 def test_python_3_10_reads_every_file():
