@@ -14,7 +14,8 @@ cfg = cfg['DEFAULT']
 def build(kind, here, out):
     "Path of the archive that setuptools builds of the folder `here`"
     code = f'from setuptools import build_meta as b; print(b.build_{kind}({str(out)!r}))'
-    return out/subprocess.run([sys.executable, '-c', code], cwd=here, capture_output=True, text=True, check=True, env=os.environ|dict(PYTHONPATH='')).stdout.split()[-1]
+    p = subprocess.run([sys.executable, '-c', code], cwd=here, capture_output=True, text=True, check=True, env=os.environ|dict(PYTHONPATH=''))
+    return out/p.stdout.split()[-1]
 
 @pytest.fixture(scope='module')
 def wheel(tmp_path_factory):
