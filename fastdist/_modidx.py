@@ -3897,6 +3897,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.train.trainer._has_grad': ('train.trainer.html#_has_grad', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._is_own': ('train.trainer.html#_is_own', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._layout': ('train.trainer.html#_layout', 'fastdist/train/trainer.py'),
+                                        'fastdist.train.trainer._plan': ('train.trainer.html#_plan', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._set_precision': ( 'train.trainer.html#_set_precision',
                                                                                    'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._startup': ('train.trainer.html#_startup', 'fastdist/train/trainer.py'),

@@ -40,12 +40,12 @@ forks,register = [],os.register_at_fork
 os.register_at_fork = lambda **kw: forks.append(kw) or register(**kw)
 before = held()
 import fastdist
-print(json.dumps((changed(before, held()), len(forks))))
+print(json.dumps((changed(before, held()), len(forks), mods)))
 '''
 
 @pytest.fixture(scope='module')
 def imported():
-    "What importing fastdist changes in the modules that it imports, and how often it asks to be called at a fork"
+    "What importing fastdist changes in the modules that it imports, how often it asks to be called at a fork, and these modules"
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code.format(here=str(Path(__file__).parent))], capture_output=True, text=True, timeout=120, check=True)
     return json.loads(res.stdout.splitlines()[-1])
 
@@ -55,6 +55,9 @@ def test_what_importing_changes_is_in_the_table(imported):
     names = [n for ns,_ in rows() for n in ns]
     assert not (odd := [o for o in imported[0] if not any(covers(n, o) for n in names)]), '\n'.join(odd)
     assert f'`os.register_at_fork` ({imported[1]} times)' in table.read_text()
+
+def test_what_only_shards_need_is_not_imported(imported):
+    assert len(imported[2])>1000 and not (early := [o for o in imported[2] if o.startswith(('torch.distributed.fsdp','torch.distributed.tensor','torch._dynamo','sympy'))]), early
 
 def test_what_the_table_says_of_importing_is_so(imported):
     at_import = [n for ns,where in rows() for n in ns if re.fullmatch(r'(`[\w.]+`(, )?)+', where) and n!='os.register_at_fork']

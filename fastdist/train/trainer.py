@@ -48,7 +48,6 @@ from ..parallel.foreach import *
 from ..parallel.layout import *
 from ..parallel.ddp import *
 from ..parallel.context import *
-from ..shard.plan import *
 from .process import *
 from .events import *
 from .agreement import *
@@ -76,7 +75,7 @@ class DistributedTrainer(WrapperCallback):
     ):
         check_options(**kwargs)
         self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience),desync_check,kwargs,False
-        self.plan = shard_plan(shard, kwargs.pop('fsdp_plugin', None), os.environ, keep_sharded, kwargs.get('kwargs_handlers'))
+        self.plan = _plan(shard, kwargs.pop('fsdp_plugin', None), keep_sharded, kwargs.get('kwargs_handlers'))
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
         self.accelerator = RankAccelerator(**kwargs)
         self._init_state()
@@ -157,9 +156,16 @@ def _make_parts(self:DistributedTrainer, w, plan):
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
 # %% ../../nbs/709_train.trainer.ipynb #7ddf1d24
+def _plan(shard, plugin, keep, handlers):
+    "Return how the model is divided, `None` for replicas, which need nothing of torch's FSDP: to import it takes a second"
+    if shard is False and plugin is None and not keep and not asks_for_fsdp(os.environ): return
+    from fastdist.shard.plan import shard_plan
+    return shard_plan(shard, plugin, os.environ, keep, handlers)
+
 def _end_shards(job, sync_bn):
     "Make a model whole that an earlier context has kept in shards"
     if 'kept_in_shards' not in vars(job.learn): return
+    from fastdist.shard.plan import ShardPlan
     from fastdist.shard.layout import Sharded
     shards = Sharded(job, ShardPlan(), sync_bn)
     shards.enter(job.learn)
