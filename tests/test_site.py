@@ -4,6 +4,7 @@ from importlib import import_module
 from pathlib import Path
 import pytest
 from fastcore.nbio import read_nb
+from procs import executed
 
 sys.path.append(str(Path(__file__).parent.parent/'docs'))
 import pages
@@ -98,3 +99,11 @@ def test_the_title_of_a_room_is_its_name():
 def test_search_prefers_guides_to_rooms_and_scripts():
     start,guide,tutorial,words,names,room,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_job.md','005_job.world.ipynb','examples/digits.py.md'))
     assert start>guide==tutorial>words>names>room==script
+
+@pytest.mark.launcher
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['index.ipynb','tutorials/timeline.ipynb'])
+def test_visible_cells_run_by_themselves(name):
+    path = pages.root/'nbs'/name
+    cells = executed('\n# %%\n'.join(_code(path)), path.parent)
+    assert any('image/png' in o.get('data', {}) for c in cells for o in c.outputs)
