@@ -38,4 +38,4 @@ def _in_child():
         for o,close in _inherited.items(): stack.callback(close, o)
     _inherited.clear()
 
-os.register_at_fork(after_in_child=_in_child)
+getattr(os, 'register_at_fork', noop)(after_in_child=_in_child) # Windows has no fork

@@ -16,7 +16,7 @@ only the first error of a generation travels. For the others one line is enough,
 __all__ = ['Faults']
 
 # %% ../../nbs/105_comm.faults.ipynb #dd2867f1
-import math,signal,sys,threading,time,traceback
+import math,sys,threading,time,traceback
 from contextlib import contextmanager,suppress
 from fastcore.all import *
 from ..base.errors import *
@@ -39,7 +39,7 @@ class Faults:
         self.failed = False # whether this rank has failed, and has told the others
         self.armed,self.amid = False,None # whether the main thread may be interrupted; id of the error that it was handling when it was armed
         self.was_cut = False # whether the process group has been aborted
-        self.main,self.signal = False,SharedSignal(signal.SIGURG, lambda _,frame: self._interrupt(frame)) # whether the connection's `ident` is Python's main thread; the signal that interrupts it
+        self.main,self.signal = False,SharedSignal(signal_number('SIGURG'), lambda _,frame: self._interrupt(frame)) # whether the connection's `ident` is Python's main thread; the signal that interrupts it
         control.at(before_start=self._install, not_opened=lambda e: isinstance(e, TimeoutError) and self.failed_here(e),
             lost=lambda rank, why: self.tell_error(rank, why, math.inf), look=self._interfere, due=self._due, relays=self._relays,
             thread_failed=self._thread_failed, next_generation=self._next, before_close=self._before_close, after_close=self.signal.uninstall)

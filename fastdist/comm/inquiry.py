@@ -14,7 +14,7 @@ process was stopped or a call holds the interpreter's lock, is named as silent. 
 __all__ = ['stack_text', 'answer_of', 'waits_for', 'as_line', 'stacks_of', 'report_text', 'harmless', 'OwnReport', 'Inquiry']
 
 # %% ../../nbs/115_comm.inquiry.ipynb #92b77a65
-import math,os,re,selectors,signal,sys,time,traceback
+import math,os,re,selectors,sys,time,traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
 from fastcore.all import *
@@ -124,8 +124,8 @@ class OwnReport:
         where:callable # Returns in words where the main thread is
     ):
         self.where,self.server = where,None
-        self.signal = SharedSignal(signal.SIGUSR2, lambda _,frame: self._answer(frame, True), is_default)
-        self.urgent = SharedSignal(signal.SIGURG, lambda _,frame: self._answer(frame))
+        self.signal = SharedSignal(signal_number('SIGUSR2'), lambda _,frame: self._answer(frame, True), is_default)
+        self.urgent = SharedSignal(signal_number('SIGURG'), lambda _,frame: self._answer(frame))
     def __enter__(self):
         self.signal.install()
         if in_main_thread(): self.server = LocalServer(World())

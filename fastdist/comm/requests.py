@@ -26,7 +26,7 @@ from ..job.world import *
 # %% ../../nbs/114_comm.requests.ipynb #85c859c3
 class ReportSignal:
     "Handler of `SIGUSR2`, installed where there is none, which makes the socket `woken` readable"
-    def __init__(self): self.handler,self.woken,self.wake,self.below = SharedSignal(signal.SIGUSR2, self._called, is_default),None,None,-1
+    def __init__(self): self.handler,self.woken,self.wake,self.below = SharedSignal(signal_number('SIGUSR2'), self._called, is_default),None,None,-1
 
     def _called(self, signum, frame):
         now = _swap_fd(-1)
@@ -40,7 +40,7 @@ class ReportSignal:
         close_in_child(self, ReportSignal._close)
         self.woken,self.wake = socket.socketpair()
         for o in (self.woken,self.wake): o.setblocking(False)
-        signal.siginterrupt(signal.SIGUSR2, False)
+        signal.siginterrupt(self.handler.signum, False)
         self.below = _swap_fd(self.wake.fileno())
 
     def take(self)->bool:
@@ -49,7 +49,7 @@ class ReportSignal:
         with suppress(OSError, AttributeError): data = self.woken.recv(4096)
         if data and self.below>=0:
             with suppress(OSError): os.write(self.below, data)
-        return signal.SIGUSR2 in data
+        return bool(data) and self.handler.signum in data
 
     def uninstall(self):
         "Undo `install`; a handler that was installed since stays"
@@ -66,6 +66,11 @@ class ReportSignal:
 
 def _swap_fd(fd): return signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
 
+# %% ../../nbs/114_comm.requests.ipynb #7fd8aa89
+def _has_names():
+    "Return whether sockets have names that are no files, as on Linux alone"
+    return sys.platform=='linux' and hasattr(socket, 'AF_UNIX')
+
 # %% ../../nbs/114_comm.requests.ipynb #7fd8aa8a
 def _job_key(w):
     at = (w.master_addr, w.master_port, *map(os.environ.get, ('FASTDIST_STORE','TORCHELASTIC_RUN_ID'))) if w.size>1 else (os.getpid(),)
@@ -81,7 +86,7 @@ class LocalServer:
         world:World # This process's world
     ):
         self.sock = None
-        if sys.platform!='linux': return
+        if not _has_names(): return
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.setblocking(False)
         close_in_child(self)
@@ -118,7 +123,8 @@ RankProcess = namedtuple('RankProcess', 'job rank size pid')
 def running_ranks()->list: # Of `RankProcess`, in the order of jobs and ranks
     "Return the processes of this user on this node that can be asked"
     names = Path('/proc/net/unix')
-    found = re.findall(rf'@fastdist/{os.geteuid()}/(\w+)/(\d+)/(\d+)/(\d+)$', names.read_text(), re.M) if names.exists() else []
+    if not _has_names() or not names.exists(): return []
+    found = re.findall(rf'@fastdist/{os.geteuid()}/(\w+)/(\d+)/(\d+)/(\d+)$', names.read_text(), re.M)
     return sorted(RankProcess(job, *map(int, o)) for job,*o in set(found)) # a connection has the name of its server
 
 def _connect(o):

@@ -18,6 +18,7 @@ __all__ = ['Watchdog']
 import math,os,signal,sys,time,traceback
 from contextlib import contextmanager
 from fastcore.all import *
+from ..base.signals import *
 from .collective_log import *
 from .control import *
 from .vote import *
@@ -210,4 +211,4 @@ def on_ping(self:Watchdog, rank): self.heard[rank] = time.monotonic()
 @patch
 def _end(self:Watchdog):
     sys.stderr.write(f'fastdist: rank {self.control.rank} does not hear that another rank failed, and is ended\n')
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal_number('SIGKILL') or signal.SIGTERM)

@@ -16,7 +16,7 @@ where too many others wait. When all ranks have come the port is closed."""
 __all__ = ['Line', 'greet', 'own_addresses', 'allow_files', 'Listener', 'dial']
 
 # %% ../../nbs/103_comm.wire.ipynb #db09a30e
-import hmac,os,resource,secrets,selectors,socket,struct,time,json,threading
+import hmac,os,secrets,selectors,socket,struct,time,json,threading
 from contextlib import suppress
 from ipaddress import ip_address
 from types import SimpleNamespace
@@ -24,6 +24,9 @@ from warnings import warn
 from fastcore.all import *
 from ..base.errors import *
 from ..job.world import *
+
+try: import resource
+except ImportError: resource = None # Windows has no limit of this kind
 
 # %% ../../nbs/103_comm.wire.ipynb #7b02a9c7
 _options = dict(SO_KEEPALIVE=1, TCP_KEEPIDLE=2, TCP_KEEPINTVL=1, TCP_KEEPCNT=3, TCP_NODELAY=1)
@@ -126,6 +129,7 @@ def allow_files(
     n:int # Files that are about to be opened
 ):
     "Raise this process's soft limit of open files where `n` more would exceed it; raise `WorldError` where the hard limit is too low"
+    if resource is None: return
     soft,hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = len(os.listdir('/dev/fd'))+n+100
     if soft==resource.RLIM_INFINITY or soft>=need: return

@@ -31,7 +31,7 @@ def node_key(
 )->str: # Different on every rank where there is no `/proc`
     "Return a string that is the same for processes that can open each other's memory: kernel, user and process namespace"
     try: return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.getuid()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError: return uuid4().hex
+    except (OSError,AttributeError): return uuid4().hex
 
 # %% ../../nbs/200_data.shuffle.ipynb #7a44c66a
 def _reserve(size):

@@ -48,7 +48,7 @@ def release_threads():
         pause = getattr(CDLL(p), 'omp_pause_resource_all', None)
         if pause: pause(hard)
 
-os.register_at_fork(before=release_threads)
+getattr(os, 'register_at_fork', noop)(before=release_threads)
 
 # %% ../../nbs/007_job.fork.ipynb #634ed18a
 ddp_imports = 'torch._dynamo', # what the first DDP of a process imports when it is made
@@ -66,7 +66,7 @@ def forks_ranks(
 def _before_rank():
     if forks_ranks(os.environ): preload()
 
-os.register_at_fork(before=_before_rank)
+getattr(os, 'register_at_fork', noop)(before=_before_rank)
 
 # %% ../../nbs/007_job.fork.ipynb #eef22bd1
 def _be_rank(rank, fn, n, port, path, join, start):

@@ -50,8 +50,9 @@ def end_with_head():
     "Kill this process and its data workers as soon as the head ends, however it ends"
     def watch():
         parent_process().join()
-        os.killpg(0, signal.SIGKILL)
-    os.setsid()
+        if hasattr(os, 'killpg'): os.killpg(0, signal.SIGKILL)
+        else: os._exit(1)
+    if hasattr(os, 'setsid'): os.setsid()
     Thread(target=watch, daemon=True).start()
 
 def _redirect(out, err):
@@ -277,7 +278,7 @@ def _gone(self:Ranks, rank, code):
 
 def _how(code):
     if code>=0: return f'with exit code {code}'
-    return f'killed by {signal.Signals(-code).name}'+('. HINT: it may come from the kernel, when memory is short' if code==-signal.SIGKILL else '')
+    return f'killed by {signal.Signals(-code).name}'+('. HINT: it may come from the kernel, when memory is short' if code==-9 else '')
 
 # %% ../../nbs/011_job.spawn.ipynb #7affe7b4
 @patch
@@ -292,7 +293,7 @@ def end(self:Ranks,
         until = time.monotonic()+grace/2
         for p in alive: p.join(max(0, until-time.monotonic()))
     for p in self.procs:
-        with suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGKILL) if hasattr(os, 'killpg') else p.kill()
         p.join()
     for o in self.outputs: o.close()
     self.sel.close()
@@ -314,7 +315,7 @@ def passed_on(
         for p in procs:
             with suppress(ProcessLookupError): os.kill(p.pid, signum)
     try:
-        with SharedSignal(signal.SIGTERM, pass_on, may_replace), SharedSignal(signal.SIGUSR1, pass_on, may_replace): yield
+        with SharedSignal(signal.SIGTERM, pass_on, may_replace), SharedSignal(signal_number('SIGUSR1'), pass_on, may_replace): yield
     finally: died += [s for s in got if any(p.exitcode==-s for p in procs) or s==signal.SIGTERM and in_shell()]
 
 # %% ../../nbs/011_job.spawn.ipynb #7fa4a952
@@ -337,10 +338,11 @@ def asks_first(
     procs:list # Of `multiprocessing`
 )->SharedSignal:
     "Return a context that passes `SIGUSR2` on to the first of `procs` that handles it, where this process has no handler of its own"
+    number = signal_number('SIGUSR2')
     def ask(*args):
-        p = first(p for p in procs if p.is_alive() and _handles(p.pid, signal.SIGUSR2))
-        if p: os.kill(p.pid, signal.SIGUSR2)
-    return SharedSignal(signal.SIGUSR2, ask, is_default)
+        p = first(p for p in procs if p.is_alive() and _handles(p.pid, number))
+        if p: os.kill(p.pid, number)
+    return SharedSignal(number, ask, is_default)
 
 # %% ../../nbs/011_job.spawn.ipynb #5f62a115
 def check_folder():

@@ -19,6 +19,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,GradScaler
 from ..base.errors import *
+from ..base.signals import *
 from ..job.world import *
 from ..job.group import *
 from ..job.options import *
@@ -138,12 +139,15 @@ class Job:
         if self.line and self.own_line: self.line.close()
 
 # %% ../../nbs/506_parallel.context.ipynb #010a2a0b
+_no_signal = 'fastdist: this system lacks the signals by which the wait of a rank is interrupted, so a rank that waits for something else than other ranks hears of their errors when that wait is over'
+
 @patch
 def _join(self:Job, how, patience):
     patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
     self.own_line = self.world.size>1 and control_connection() is None
     new = voting_connection(self.world, patience, topology=NodeRelays).add(StepAgreement, Notes, Watchdog, Inquiry) if self.own_line else None
     if self.world.size>1: self.line = new.open(max(10, patience)) if new else control_connection()
+    if self.own_line and not self.world.rank and signal_number('SIGURG') is None: print(_no_signal)
     self.member.join(**how)
     if self.own_line: self.line.faults.arm()
 

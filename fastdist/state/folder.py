@@ -24,7 +24,6 @@ __all__ = ['State', 'temporary', 'States', 'in_use']
 import errno,json,os,re,shutil,socket,time,torch,zlib
 from contextlib import contextmanager,suppress
 from datetime import datetime
-from fcntl import flock,LOCK_EX,LOCK_NB
 from uuid import uuid4
 from warnings import warn
 from safetensors import SafetensorError
@@ -36,6 +35,9 @@ from ..base.at_fork import *
 from ..job.world import own_version
 from .files import _fill,record
 from .serialize import *
+
+try: from fcntl import flock,LOCK_EX,LOCK_NB
+except ImportError: flock = None # as on a file system without locks
 
 # %% ../../nbs/408_state.folder.ipynb #111970fc
 def _shown(t): return f'{str(t.dtype).removeprefix("torch.")} {list(t.shape)}'
@@ -242,6 +244,7 @@ def _lock(path, wait):
 def _is_free(f, wait):
     "Lock `f`, and return whether files can be locked; raise `BlockingIOError` if another process has it for longer than `wait` seconds"
     end = time.monotonic()+wait
+    if flock is None: return f.close() is not None
     while True:
         try: return flock(f, LOCK_EX|LOCK_NB) is None
         except BlockingIOError:

@@ -28,7 +28,7 @@ class StopSignals:
     same = 3. # seconds in which a signal is not a second one: launchers pass on what the process has got already
     def __init__(self):
         self.asked,self.at,self.heard = None,0.,False # number of the first signal; when it came; whether the training has taken note of it
-        self.handlers = {s:SharedSignal(s, self._called, may_replace) for s in (signal.SIGTERM,signal.SIGUSR1)}
+        self.handlers = {s:SharedSignal(s, self._called, may_replace) for s in (signal.SIGTERM,signal_number('SIGUSR1')) if s}
         self.passed = False # whether the first signal went to the user's handler
 
     def __enter__(self):

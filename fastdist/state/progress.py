@@ -260,5 +260,5 @@ def _set_changed(learn, owner, vals):
 def _read_own(name, state, path):
     "Return the state of `name`; raise `ResumeError` for a pickle in a folder of another user"
     if 'value' in state: return copied(state['value'])
-    if os.stat(path).st_uid!=os.getuid(): raise ResumeError(path, f'a pickled state of {name}, in a folder of another user', 'let its state_dict return numbers, text, arrays and tensors')
+    if hasattr(os, 'getuid') and os.stat(path).st_uid!=os.getuid(): raise ResumeError(path, f'a pickled state of {name}, in a folder of another user', 'let its state_dict return numbers, text, arrays and tensors')
     return pickle.loads(state['pickle'])
