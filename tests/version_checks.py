@@ -5,7 +5,7 @@ from pathlib import Path
 
 examples = Path(__file__).resolve().parent.parent/'examples'
 
-def shell(*cmd, rc=0, timeout=240):
+def shell(*cmd, rc=0, timeout=600):
     "What a command prints; `rc` is `None` where it shall fail"
     p = subprocess.run([sys.executable, *map(str, cmd)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout)
     assert (p.returncode!=0) if rc is None else p.returncode==rc, f'exit code {p.returncode}:\n{p.stdout[-3000:]}'
@@ -112,7 +112,7 @@ def notebook():
     import nbformat
     from nbclient import NotebookClient
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in cells])
-    NotebookClient(nb, timeout=200, kernel_name='python3').execute()
+    NotebookClient(nb, timeout=600, kernel_name='python3').execute()
     said = ''.join(o.get('text', '') for c in nb.cells for o in c.outputs)
     assert '2 ranks' in said and 'notebook_launcher' in said,said
 
