@@ -8,7 +8,7 @@ from hypothesis import HealthCheck,settings,strategies
 from hypothesis.stateful import RuleBasedStateMachine,initialize,rule,run_state_machine_as_test
 from hypothesis.strategies import booleans,integers,lists,none,sampled_from,tuples
 from fastai.callback.all import *
-from fastdist.parallel.context import set_precision
+from half import halved
 from compare import *
 
 law = {False:dict(rtol=1e-5, atol=1e-6), True:dict(rtol=2.**-7, atol=2.**-10)} # whether in bfloat16, whose eight bits round the gradients of each part of a batch
@@ -63,12 +63,6 @@ class Kill(Callback):
         os.kill(os.getpid(), getattr(signal, self._how))
 Kill.__module__ = 'fastdist.tests' # its count is this process's, and no state of the training
 
-class OnCPU(Callback):
-    "Mixed precision on the CPU, which ranks have, and fastai alone leaves out"
-    order = MixedPrecision.order+.1
-    def before_fit(self): set_precision(first(self.learn._grab_cbs(MixedPrecision)), torch.device('cpu'))
-OnCPU.__module__ = 'fastdist.tests'
-
 class Nudge(Callback):
     "Rounds each pass otherwise: its weights are `eps` off, and themselves again before the step or after the batch"
     kept = ()
@@ -98,7 +92,7 @@ def build(made, bs):
     metrics = [*([mse,mae] if reg else counts),AvgMetric(margin)]
     learn = Learner(loaders(kind, n, bs, drop, reg), models[model](1 if reg else 3), loss_func=losses[loss](), opt_func=opts[opt], metrics=metrics,
         splitter=halves if split else trainable_params)
-    return learn.to_bf16() if any(half) else learn
+    return halved(learn, 'bf16') if any(half) else learn
 
 class Player:
     "Makes each step of a script, in one process or on a rank, and tells what a user sees of it"
@@ -106,7 +100,6 @@ class Player:
         self.made,self.bs,self.rank,self.learn,self.saved,self.every = made,bs,rank,build(made, bs),False,every
         self.apart = False # whether a mistake on one rank has parted them, so that nobody can put shards together
         self.kill = [Kill(*kill, rank)] if kill else []
-        if is_half(made) and rank is None: self.learn.add_cb(OnCPU())
         if nudge: self.learn.add_cb(Nudge(*nudge))
     def states(self): return [Checkpoint('states', every=self.every, keep=10),*self.kill] if self.every else []
     def fit(self, kind, epochs, names): getattr(self.learn, kind)(epochs, 1e-3 if kind=='fine_tune' else .01, cbs=[callbacks[o]() for o in names]+self.states())

@@ -8,6 +8,7 @@ from fastdist import *
 from fastdist.observe.desync import *
 from fastdist.state.replicas import *
 from collectives import counting
+from half import halved
 from learners import collab,digits,language_model
 
 def fitted(learn, *cbs, epochs=1, **kw):
@@ -127,7 +128,7 @@ class EMA(Callback):
     before_validate = after_validate = swap
 
 averages = pytest.param(dict(cbs=[EMA()]), marks=pytest.mark.replicas)
-alikes = averages,dict(cbs=[GradientClip(.1),SaveModelCallback()]),dict(mk=lambda: digits().to_fp16(init_scale=2.**30))
+alikes = averages,dict(cbs=[GradientClip(.1),SaveModelCallback()]),dict(mk=lambda: halved(digits(), init_scale=2.**30))
 
 @pytest.mark.parametrize('kw', alikes)
 def test_callbacks_that_do_alike(kw):
@@ -155,7 +156,7 @@ split = lambda m: [params(m[:2]),params(m[2:])]
 adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
 
 others = dict(callback=dict(cbs=[GradientAccumulation(64)]), steps=dict(gradient_accumulation_steps=2), torch=dict(mk=lambda: digits(opt_func=adamw)),
-    ranger=dict(mk=lambda: digits(opt_func=ranger)), bf16=dict(mk=lambda: digits().to_bf16()), fp16=dict(mk=lambda: digits().to_fp16(init_scale=2.**30)),
+    ranger=dict(mk=lambda: digits(opt_func=ranger)), bf16=dict(mk=lambda: halved(digits(), 'bf16')), fp16=dict(mk=lambda: halved(digits(), init_scale=2.**30)),
     collab=dict(mk=collab), text=dict(mk=language_model), ragged=dict(mk=lambda: digits(dls_kw=dict(drop_last=False))))
 
 @pytest.mark.parametrize('k', others)

@@ -7,6 +7,7 @@ from fastai.vision.gan import *
 from accelerate.utils import DDPCommunicationHookType,DistributedDataParallelKwargs
 from fastdist import *
 from collectives import counting
+from half import halved
 
 class Data:
     "`n` samples that are the same in each process"
@@ -275,9 +276,9 @@ class Scaled(Callback):
         with torch.no_grad(): [p.sub_(p.sign(), alpha=.01) for p in ps]
 
 def test_half_precision():
-    def half(bs): return learner(bs).to_fp16(init_scale=256.)
     one = fitted(learner(12), ctx=False, cbs=Scaled())
-    for o in on_ranks(lambda rank: fitted(half(6), cbs=[Scaled(),GradientClip(10.)], cpu=True), join=False): test_close(one[0], o[0], 2e-2)
+    res = on_ranks(lambda rank: fitted(halved(learner(6), init_scale=256.), cbs=[Scaled(),GradientClip(10.)], cpu=True), join=False)
+    for o in res: test_close(one[0], o[0], 2e-2)
 
 def test_accumulation():
     "The other pass of each batch is one of its own, with its own weight"

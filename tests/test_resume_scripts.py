@@ -4,6 +4,7 @@ from collections import Counter,defaultdict,namedtuple
 from fastcore.test import test_eq
 from fastai.callback.all import *
 from learners import *
+from half import CpuHalf
 from fastdist import *
 from fastdist.comm.rng import global_random
 from fastdist.state import checkpoint_writer
@@ -154,7 +155,7 @@ scripts = dict(fine_tune=(fine_tune, (4,11)), with_more_between=(with_more_betwe
     trackers=(one_cycle(SaveModelCallback, partial(EarlyStoppingCallback, patience=2, min_delta=9), partial(ReduceLROnPlateau, min_delta=9), epochs=5), (5,16)),
     windows=(one_cycle(partial(GradientAccumulation, 48), partial(GradientClip, .1), every=1), (4,12)), mixup=(one_cycle(MixUp, TerminateOnNaNCallback), (15,)),
     appended=(one_cycle(partial(CSVLogger, append=True)), (5,14)), written=(one_cycle(CSVLogger), (14,)),
-    half=(one_cycle(partial(MixedPrecision, amp_mode='bf16')), (14,)), language_model=(made(language_model), (5,)),
+    half=(one_cycle(partial(CpuHalf, 'bf16')), (14,)), language_model=(made(language_model), (5,)),
     text_classifier=(made(text_classifier), (8,)), tabular=(made(tabular), (7,)), norms=(made(normed), (14,)),
     short=(one_cycle(partial(ShortEpochCallback, .65)), (12,)), other_loader=(one_cycle(OtherLoader), (14,)))
 

@@ -8,6 +8,7 @@ from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_lm_config,language
 from fastai.vision.all import *
 from fastdist import *
 from compare import difference
+from half import halved
 from test_gradients import Penalty
 from test_preds import pictures
 import learners
@@ -88,7 +89,7 @@ def language(bs):
 def once(learn): learn.fit(1, .05)
 half = dict(full=small, n=1, tol=2e-2, cpu=True)
 ways |= dict(steps=case(full=lambda bs: small(2*bs), n=1, gradient_accumulation_steps=2), language=case(language, f=once, n=3),
-    bf16=case(lambda bs: small(bs).to_bf16(), **half), fp16=case(lambda bs: small(bs).to_fp16(init_scale=256.), cbs=clipped, **half))
+    bf16=case(lambda bs: halved(small(bs), 'bf16'), **half), fp16=case(lambda bs: halved(small(bs), init_scale=256.), cbs=clipped, **half))
 
 def evaluated(ctx, size):
     "All that evaluates, with ranks that have no batch, and before the first fit"

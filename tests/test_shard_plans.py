@@ -6,6 +6,7 @@ from fastai.callback.all import *
 from fastcore.test import test_eq
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from fastdist import *
+from half import CpuHalf
 
 ran = []
 
@@ -25,13 +26,12 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.))
     def forward(self, x): return self.tail(self.blocks(self.head(x)))*self.scale
 
-def learner(bs, n=49, mk=Net, opt=SGD, cbs=None, half=None):
+def learner(bs, n=49, mk=Net, opt=SGD, cbs=None):
     set_seed(3)
     g = torch.Generator().manual_seed(0)
     data = list(zip(torch.randn(n, 8, generator=g), torch.randint(0, 3, (n,), generator=g)))
     dls = DataLoaders.from_dsets(data, data, bs=bs, shuffle=True, drop_last=False, num_workers=0, device='cpu')
-    learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), opt_func=opt, metrics=accuracy, cbs=cbs)
-    return getattr(learn, half)() if half else learn
+    return Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), opt_func=opt, metrics=accuracy, cbs=cbs)
 
 def weights(learn): return torch.cat([o.detach().float().flatten() for o in learn.model.state_dict().values()])
 
@@ -86,7 +86,7 @@ def test_optimizers_of_torch():
     for i,o in enumerate(runs): compare([r[i] for r in many], fitted({}, 8, 13, opt=o))
 
 def test_fp16_skips_a_step_on_all_ranks():
-    many = on_ranks(lambda rank: [fitted(c, 4, n=48, half='to_fp16') for c in (dict(shard=True), {}, plugin(ignored_modules='head'))], join=False)
+    many = on_ranks(lambda rank: [fitted(c, 4, n=48, cbs=CpuHalf()) for c in (dict(shard=True), {}, plugin(ignored_modules='head'))], join=False)
     for o in many:
         compare(o[1:], o[0], [1e-4]*4)
         torch.testing.assert_close(o[0][0], many[0][0][0], rtol=0, atol=0)

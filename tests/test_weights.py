@@ -9,6 +9,7 @@ from fastai.callback.all import *
 from fastai.text.all import RNNRegularizer
 from fastdist import *
 from collectives import counting
+from half import CpuHalf
 
 weight = tensor([1.,3.,.2])
 
@@ -200,7 +201,7 @@ def test_what_fastai_adds(loss, size): compare(lambda bs: learner(bs, loss, n=54
 @pytest.mark.parametrize('loss,cb', [(CrossEntropyLossFlat,Flood), (sums,Flood), (CrossEntropyLossFlat,Hardest), (sums,Activity)])
 def test_what_cannot_be_exact_is_said(loss, cb): compare(lambda bs: learner(bs, loss), cb, n=0, said=cb.__name__, lr=.002)
 
-@pytest.mark.parametrize('cbs', (lambda: MixUp(), lambda: MixedPrecision(amp_mode='bf16'), lambda: [GradientClip(.1),GradientAccumulation(24)], lambda: Leaves(low)))
+@pytest.mark.parametrize('cbs', (lambda: MixUp(), lambda: CpuHalf('bf16'), lambda: [GradientClip(.1),GradientAccumulation(24)], lambda: Leaves(low)))
 def test_no_false_alarm(cbs): compare(lambda bs: learner(bs, sums), cbs, n=0, lr=.002)
 
 def test_a_rank_without_a_part_and_batch_norm(): compare(lambda bs: learner(bs, bn=True, n=50), size=3, tol=1e-4)

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
-from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
 from ..comm.control import *
 from ..comm.rng import *
@@ -30,7 +29,7 @@ from ..data.source import rebatched
 from ..evaluate.loss import *
 from ..state.values import *
 from ..state.snapshot import *
-from ..parallel.context import *
+from ..parallel.context import LaunchPrecision
 
 # %% ../../nbs/805_observe.replay.ipynb #cfc1d731
 class _Together(Sampler):
@@ -121,11 +120,6 @@ def quietly(
     with redirect_stdout(io.StringIO()): yield
 
 # %% ../../nbs/805_observe.replay.ipynb #5bec05b2
-class _Precision(Callback):
-    order = MixedPrecision.order+.1
-    def __init__(self, mp): self.mp = mp
-    def before_fit(self): set_precision(self.mp, first(self.model.parameters()).device)
-
 def as_one_process(
     learn:Learner, # In a job; whoever calls this restores it
     size:int, # Number of ranks
@@ -135,7 +129,6 @@ def as_one_process(
     "Make `learn` the Learner of one process, with the batches of `size` ranks"
     learn.cbs = L(cb for cb in learn.cbs if not _of_job(cb))
     for k in [k for k,v in vars(learn).items() if _lent_by_job(v)]: delattr(learn, k)
-    for mp in learn._grab_cbs(MixedPrecision): learn.add_cb(_Precision(mp)) # fastai's is for CUDA, and does nothing on the CPU
     learn.dls.loaders = [global_loader(dl, size, of_rank) for dl in learn.dls.loaders]
     if window>1 and not learn._grab_cbs(GradientAccumulation): learn.add_cb(GradientAccumulation(window*batching(learn.dls.train)[0]))
 

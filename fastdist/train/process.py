@@ -12,7 +12,8 @@ So the object is a description of the job until something is asked of it that on
 __all__ = ['JobDescription', 'RankAccelerator']
 
 # %% ../../nbs/700_train.process.ipynb #b815bb21
-import dis,os,torch
+import cloudpickle,dis,os,torch
+from copy import copy
 from dataclasses import fields,replace
 from accelerate import Accelerator as HFAccelerator
 from torch.utils.data import DataLoader as TorchLoader,DistributedSampler
@@ -101,6 +102,19 @@ def log_device(self:JobDescription)->torch.device:
 def backend(self:JobDescription)->str:
     "Backend of the process group; the default of the device unless the user has set one"
     return self._backend or ('nccl' if self.device.type=='cuda' else 'gloo')
+
+# %% ../../nbs/700_train.process.ipynb #36c225ad
+@patch(as_prop=True)
+def data_dtype(self:JobDescription)->torch.dtype:
+    "Precision of float data: `dtype`, or the real one that belongs to a complex `dtype`; `None` for what they have"
+    return _real.get(self.dtype, self.dtype)
+
+_real = {torch.complex32:torch.float16, torch.complex64:torch.float32, torch.complex128:torch.float64}
+
+@patch(as_prop=True)
+def execution(self:JobDescription):
+    "This object, by the name at which perceptrain's `Trainer` looks for `device`, `log_device` and `data_dtype`"
+    return self
 
 # %% ../../nbs/700_train.process.ipynb #bf755e7b
 _own = 'compute_setup','log_setup','dtype','options'
@@ -230,6 +244,9 @@ def _share(self:RankAccelerator, o):
     if isinstance(o, dict) and o and all(isinstance(v, (DataLoader,TorchLoader)) for v in o.values()): return {k:self.prepare(v) for k,v in o.items()}
     if isinstance(o, DataLoader): return DistributedDL(o, device=w.device) if w.size>1 and not isinstance(o, DistributedDL) else o
     if isinstance(o, nn.Module): return o.to(device=w.device, dtype=self.dtype)
+    if isinstance(vars(o).get('dataloaders') if hasattr(o, '__dict__') else None, dict): # perceptrain's loader of several
+        o = copy(o)
+        o.dataloaders = self._share(o.dataloaders)
     if isinstance(o, TorchLoader) and isinstance(o.sampler, DistributedSampler):
         raise ValueError('You prepare a loader that has a DistributedSampler, so it would be shared out twice. HINT: leave the sampler out')
     return o
@@ -241,8 +258,11 @@ def prepare(self:RankAccelerator,
     **kwargs # As for Accelerate's `prepare`
 ): # The prepared object, or a tuple of them in the order of `objs`
     "Return `objs` ready for this rank: models in `DistributedDataParallel`, loaders that give its share, optimizers and schedulers that fit"
-    objs,live = [self._share(o) for o in objs],self.live
-    with told(self.world, cpu_fp16=True): return live.prepare(*objs, **kwargs)
+    shares,live = [self._share(o) for o in objs],self.live
+    with told(self.world, cpu_fp16=True): res = live.prepare(*shares, **kwargs)
+    for was,new in zip(objs, [res] if len(objs)==1 else res):
+        if new is not was and isinstance(was, TorchLoader) and was.batch_size: new.batch_size = was.batch_size//(self.world.size if live.split_batches else 1)
+    return res
 
 @patch
 def prepare_batch(self:RankAccelerator,
@@ -252,10 +272,7 @@ def prepare_batch(self:RankAccelerator,
     if isinstance(batch, dict): return {k:self.prepare_batch(v) for k,v in batch.items()}
     if isinstance(batch, (tuple,list)): return tuple(map(self.prepare_batch, batch))
     if not isinstance(batch, Tensor): return batch
-    return batch.to(device=self.device, dtype=_data_dtype(self.dtype) if batch.is_floating_point() else None)
-
-_real = {torch.complex32:torch.float16, torch.complex64:torch.float32, torch.complex128:torch.float64}
-def _data_dtype(dtype): return _real.get(dtype, dtype)
+    return batch.to(device=self.device, dtype=self.data_dtype if batch.is_floating_point() else None)
 
 # %% ../../nbs/700_train.process.ipynb #7615a24e
 _ops = dict(mean='sum', avg='sum', sum='sum', max='max', min='min')
@@ -282,10 +299,10 @@ def _as(v, t, mean):
 
 @patch
 def broadcast(self:RankAccelerator,
-    obj, # Anything that can be pickled; only `src`'s is used
+    obj, # Anything that can be pickled, lambdas and a script's own classes too; only `src`'s is used
     src:int=0 # Rank that sends
 ):
     "Return the object `obj` of rank `src` on all ranks"
     if self.world.size==1: return obj
     self.setup_process()
-    return broadcast_obj(obj, src)
+    return cloudpickle.loads(broadcast_obj(cloudpickle.dumps(obj) if self.rank==src else None, src))

@@ -1,0 +1,23 @@
+"perceptrain's Trainer with fastdist's `Accelerator` in place of its own, from which the contract's section 2 has its names"
+import pytest,subprocess,sys,torch
+from functools import partial
+from procs import *
+
+packages = 'perceptrain==0.1.0','nevergrad','livelossplot','bayesian-optimization==1.5.1' # without what they ask for: perceptrain pins a quantum simulator, which its Trainer does not import
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+    d = tmp_path_factory.mktemp('perceptrain')
+    res = subprocess.run([sys.executable, *'-m pip install -q --no-deps --no-compile --target'.split(), d, *packages, 'rich', 'markdown-it-py', 'mdurl'], capture_output=True, text=True, timeout=100)
+    if res.returncode: pytest.skip(f'pip could not install perceptrain: {res.stderr[-300:]}')
+    return d
+
+@pytest.mark.launcher
+def test_its_trainer_on_two_ranks_is_that_of_one_process(site, tmp_path):
+    "A supervised fit with validation, and a differential equation with a loader of several; ranks of `distribute`, as its `Trainer.fit` starts them, and of torchrun"
+    go,path = partial(run, PYTHONPATH=str(site)),here/'perceptrain_fit.py'
+    go(sys.executable, path, 1, tmp_path/'one')
+    go(sys.executable, path, 2, tmp_path/'two')
+    go(*torchrun(path, 2, tmp_path/'torchrun'))
+    one,*others = [torch.load(tmp_path/o) for o in ('one','two','torchrun')]
+    for res in others: torch.testing.assert_close(res, one, rtol=1e-9, atol=1e-12)
