@@ -1477,6 +1477,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastdist.job.fork': { 'fastdist.job.fork._be_rank': ('job.fork.html#_be_rank', 'fastdist/job/fork.py'),
                                    'fastdist.job.fork._before_rank': ('job.fork.html#_before_rank', 'fastdist/job/fork.py'),
                                    'fastdist.job.fork._wait': ('job.fork.html#_wait', 'fastdist/job/fork.py'),
+                                   'fastdist.job.fork.forked_workers': ('job.fork.html#forked_workers', 'fastdist/job/fork.py'),
                                    'fastdist.job.fork.forks_ranks': ('job.fork.html#forks_ranks', 'fastdist/job/fork.py'),
                                    'fastdist.job.fork.gomp_paths': ('job.fork.html#gomp_paths', 'fastdist/job/fork.py'),
                                    'fastdist.job.fork.on_ranks': ('job.fork.html#on_ranks', 'fastdist/job/fork.py'),

@@ -122,7 +122,7 @@ def _be_rank(rank, d, env, call):
         script.install()
         if (at := d/f'show{rank}').exists(): _show_in_head(at)
         set_cpu_random(state)
-        res = fun(rank)
+        with forked_workers(): res = fun(rank)
         write((res, cpu_random()), d/f'result{rank}', ByName, ('What your function returned', res))
     except BaseException as e:
         write(_Failure(rank, e), d/f'failure{rank}')

@@ -24,7 +24,7 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/709_train.trainer.ipynb #5741cbd2
 import os,traceback
 from warnings import warn
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from accelerate import Accelerator as HFAccelerator
 from fastcore.all import *
 from fastai.basics import *
@@ -33,6 +33,7 @@ from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..job.options import *
 from ..job.callbacks import *
+from ..job.fork import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..data.loader import *
@@ -62,7 +63,7 @@ from .lr_find import *
 class DistributedTrainer(WrapperCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = 'job','_events','agreement','phases','layout','weigh','evaluate','own_report','held'
+    _stateattrs = 'job','_events','agreement','phases','layout','weigh','evaluate','entered','held'
     rehearsal = noop # called with the trainer before each fit
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
@@ -83,7 +84,7 @@ class DistributedTrainer(WrapperCallback):
     def _init_state(self):
         super()._init_state()
         self.__dict__.update(job=None, _events=None, agreement=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None)
-        self.__dict__.update(own_report=None, held=None, _lean=False, compares=False, _dropped=False)
+        self.__dict__.update(entered=None, held=None, _lean=False, compares=False, _dropped=False)
 
     def __call__(self, event_name):
         "Call the method for `event_name` while the Learner is in a job"
@@ -112,7 +113,9 @@ def _lend(self:DistributedTrainer):
     _warn_lone(os.environ)
     w,plan = self.accelerator.world,self.plan
     if w.size>1 or not _asks_for_nothing(self.options, os.environ): self._join(w, plan)
-    if w.size==1: self.own_report = own_report(self.learn).__enter__()
+    self.entered = ExitStack()
+    self.entered.enter_context(forked_workers())
+    if w.size==1: self.entered.enter_context(own_report(self.learn))
 
 @patch
 def _join(self:DistributedTrainer, w, plan):
@@ -180,14 +183,14 @@ def _layout(job, plan, sync_bn, alone):
 # %% ../../nbs/709_train.trainer.ipynb #3e977edb
 @patch
 def _return(self:DistributedTrainer):
-    if self.own_report: self.own_report.__exit__()
+    if self.entered: self.entered.close()
     if self.step: self.step.take_back()
     super(DistributedTrainer, self)._return()
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
     self._hand_over()
     self.accelerator.adopt(None, None)
-    self.job = self.own_report = None
+    self.job = self.entered = None
 
 # %% ../../nbs/709_train.trainer.ipynb #c5d0222a
 @patch
