@@ -72,8 +72,8 @@ class Report:
     def add(self,
         finding:Finding # Of a check
     ):
-        "Print `finding`; one with a hint makes `ok` false"
-        self.ok = self.ok and not finding.hint
+        "Print `finding`; one that has failed makes `ok` false"
+        self.ok = self.ok and finding.ok
         self.say(finding)
 
 # %% ../nbs/903_check.ipynb #e713c1b2
@@ -194,6 +194,7 @@ def _all_checks(rep, learn, nprocs, make, shard=False):
     places = gather_objs(rank_place(rep.world))
     rep.say(place_table(places), '')
     rep.add(check_world(places, missing_ranks(len(places), nprocs)))
+    for o in check_nodes(gather_objs(node_limits(rep.world))): rep.add(o)
     if rep.ok:
         _check_fit(rep, learn, make, shard)
         if rep.world.size>1: _measure_exchange(rep)

@@ -21,7 +21,7 @@ from base64 import b64encode
 from contextlib import contextmanager,suppress
 from multiprocessing import get_all_start_methods,get_context,parent_process
 from pathlib import Path
-from tempfile import TemporaryDirectory,gettempdir
+from tempfile import TemporaryDirectory
 from threading import Thread
 from uuid import uuid4
 from fastcore.all import *
@@ -209,7 +209,7 @@ if is_server(sys.orig_argv): atexit.register(os._exit, 0) # a second of torch's 
 # %% ../../nbs/011_job.spawn.ipynb #b97d9093
 def _context(start):
     if start=='fork': preload()
-    if start=='fork' or 'forkserver' not in get_all_start_methods() or len(gettempdir())>70: return get_context(start) # a socket of the server has a path of at most 107 bytes
+    if start=='fork' or 'forkserver' not in get_all_start_methods() or not short_sockets(): return get_context(start)
     ctx = get_context('forkserver')
     ctx.set_forkserver_preload([_room,*ddp_imports])
     return ctx

@@ -13,11 +13,13 @@ here compares one of these with what is found, and says what to do where they di
 # %% auto #0
 __all__ = ['tolerances', 'Blobs', 'small_learner', 'fit_quietly', 'slowest', 'all_reduce_time', 'bus_bandwidth', 'StepTimes',
            'step_time', 'Finding', 'as_table', 'rank_place', 'place_table', 'missing_ranks', 'check_world',
-           'try_collectives', 'check_collectives', 'check_replicas', 'check_shards', 'check_exactness']
+           'node_limits', 'check_nodes', 'try_collectives', 'check_collectives', 'check_replicas', 'check_shards',
+           'check_exactness']
 
 # %% ../../nbs/801_observe.checks.ipynb #bcc9d896
-import math,os,torch,io,time
+import math,os,socket,torch,io,time
 from dataclasses import dataclass
+from pathlib import Path
 from operator import itemgetter
 from fastcore.all import *
 from fastai.basics import *
@@ -25,6 +27,7 @@ from contextlib import redirect_stdout
 from statistics import median
 from ..job.world import *
 from ..job.group import *
+from ..job.fork import *
 from ..comm.collectives import *
 from ..state.replicas import *
 from ..parallel.backward import *
@@ -121,13 +124,16 @@ def step_time(
 # %% ../../nbs/801_observe.checks.ipynb #ed7ffd0a
 @dataclass(frozen=True)
 class Finding:
-    "Result of a check; one with a `hint` has failed"
+    "Result of a check; one with a `hint` has failed, or is a note"
     name:str # What was checked
     found:str # In words
     hint:str='' # What to do about it; empty where all is well
+    note:bool=False # Whether `hint` is for a training that needs more than the check did
 
+    @property
+    def ok(self): return self.note or not self.hint
     def __str__(self):
-        res = f'{"FAILED" if self.hint else "ok":8}{self.name:13}{self.found}'
+        res = f'{"FAILED" if not self.ok else "note" if self.note else "ok":8}{self.name:13}{self.found}'
         return res+(f'\n{"":8}HINT: {self.hint}' if self.hint else '')
 
 # %% ../../nbs/801_observe.checks.ipynb #0bd803a9
@@ -194,6 +200,46 @@ def check_world(
     nodes = len({p['node'] for p in places})
     faults = list(_world_faults(places, wish)) or [(f'{len(places)} on {nodes} node{"s" if nodes>1 else ""}','')]
     return Finding('ranks', '; '.join(found for found,_ in faults), '; '.join(hint for _,hint in faults))
+
+# %% ../../nbs/801_observe.checks.ipynb #ebe7bb7d
+def _has_name():
+    try: return bool(socket.getaddrinfo(socket.gethostname(), None))
+    except OSError: return False
+
+def _open_files():
+    try: from resource import RLIMIT_NOFILE,getrlimit
+    except ImportError: return math.inf
+    n = getrlimit(RLIMIT_NOFILE)[0]
+    return math.inf if n<0 else n
+
+def node_limits(
+    w:World # This process's world
+)->dict: # For `check_nodes`
+    "Return how much this rank's node has of what there can be too little of"
+    shm = os.statvfs('/dev/shm') if os.path.isdir('/dev/shm') else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    most = dict(cores=cores, shm=shm.f_blocks*shm.f_frsize/2**20 if shm else math.inf, files=_open_files())
+    return dict(host=w.node_name, named=_has_name(), ranks=w.local_size, home=os.access(Path.home(), os.W_OK), sockets=short_sockets()) | most
+
+# %% ../../nbs/801_observe.checks.ipynb #ddc5bef2
+_little = [
+    (lambda o: not o['sockets'], 'TMPDIR has a path that is too long for a socket, and /tmp cannot be written', 'set TMPDIR to a shorter path, or data workers cannot hand on what they read'),
+    (lambda o: o['shm']<512, '/dev/shm has {shm:.0f} MB, and batches of data workers lie there', 'docker run --shm-size=8g or --ipc=host, or num_workers=0'),
+    (lambda o: o['files']<1024, 'a process may open {files:.0f} files', 'ulimit -n 4096, since each batch of a data worker and each connection takes some'),
+    (lambda o: o['cores']<o['ranks'], '{cores} core{s} for {ranks} ranks, which take turns', 'start fewer ranks on the node, or ask for more cores'),
+    (lambda o: not o['home'], 'the home folder cannot be written', 'set FASTAI_HOME, HF_HOME, TORCH_HOME and MPLCONFIGDIR to folders that can, for data, weights and settings'),
+    (lambda o: not o['named'], 'its own name, {host}, has no address', 'torchrun --local-addr 127.0.0.1 on one node, or a line in /etc/hosts')]
+
+def check_nodes(
+    limits:list # What `node_limits` returned on each rank
+)->list: # Of findings
+    "Return a note for each thing of which a node has little, or what the smallest node has"
+    res = []
+    for is_little,found,hint in _little:
+        at = {o['host']:o for o in limits if is_little(o)}
+        if at: res.append(Finding('node', f'{", ".join(at)}: '+found.format(s='' if first(at.values())['cores']==1 else 's', **first(at.values())), hint, note=True))
+    least = {k:min(o[k] for o in limits) for k in ('cores','shm','files')}
+    return res or [Finding('node', '{cores} cores, {shm:.0f} MB of shared memory, {files:.0f} open files, or more'.format(**least))]
 
 # %% ../../nbs/801_observe.checks.ipynb #9a54152c
 def try_collectives(
