@@ -121,7 +121,7 @@ import accelerate,warnings
 from types import ModuleType
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastai.torch_core import num_distrib, rank_distrib
-from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, WorldError
+from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, VersionError, WorldError
 from .job.world import World, install_fault, own_version
 from .job.group import this_world, setup_distrib, teardown_distrib
 from .job.fork import on_ranks
@@ -139,7 +139,7 @@ __version__ = own_version()
 if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-    'DesyncError', 'Checkpoint', 'ResumeError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
+    'DesyncError', 'Checkpoint', 'ResumeError', 'VersionError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
 
 def __getattr__(name):
     "Return what Accelerate calls `name`, so that a script that imports from it may import from fastdist"

@@ -24,6 +24,13 @@ def test_rooms_import_from_below():
     assert len(pairs)>300
     test_eq([(k,o) for k,o in pairs if place[o]>=place[k]], [])
 
+def test_private_names_of_others_are_looked_for():
+    "Or a release without one of them would stop the import; shards have many, and are imported when they are asked for"
+    theirs = 'torch','fastai','fastcore','accelerate'
+    from_them = [(k,n) for k,t in trees.items() if not k.startswith('shard.') for n in ast.walk(t) if isinstance(n, ast.ImportFrom) and not n.level and n.module.partition('.')[0] in theirs]
+    test_eq([(k,a.name) for k,n in from_them for a in n.names if a.name.startswith('_') or '._' in n.module], [])
+    assert sum('private(' in Path(house/f'{k.replace(".", "/")}.py').read_text() for k in trees)>8
+
 def newer(tree):
     "Return the lines of `tree` that only Python 3.11 reads, which `feature_version` does not find: `a[*b, c]` and `*args: *T`"
     tuples = [n for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Tuple) and n.slice.elts]

@@ -19,14 +19,17 @@ import operator,torch,numpy as np
 from fastcore.all import *
 from fastai.data import load
 from fastai.data.core import Pipeline
-from fastai.data.load import DataLoader,SkipItemException,_loaders,fa_collate
+from fastai.data.load import DataLoader,SkipItemException,fa_collate
 from fastai.torch_core import retain_types,to_device
 from torch import Tensor
 from torch.utils.data import Subset,TensorDataset,get_worker_info
-from torch.utils.data._utils import collate
+from ..base.errors import *
+
+_loaders,_collates_by_type = map(private, ('fastai.data.load:_loaders','torch.utils.data._utils.collate:default_collate_fn_map'))
 
 # %% ../../nbs/204_data.fetch.ipynb #7bb26516
-_fastai,_torch_collate,_tensors_item = vars(load),collate.default_collate_fn_map[Tensor],TensorDataset.__getitem__
+_fastai,_tensors_item = vars(load),TensorDataset.__getitem__
+_torch_collate = _collates_by_type[Tensor] if isinstance(_collates_by_type, dict) else None
 
 def is_fastais(
     dl, # fastai `DataLoader`
@@ -46,7 +49,7 @@ def is_empty(
 
 # %% ../../nbs/204_data.fetch.ipynb #856698a3
 def _by_index(dl): return dl.indexed and is_fastais(dl, 'do_item', 'create_item') and is_empty(dl, 'after_item')
-def _stacks(): return load.fa_collate is fa_collate and collate.default_collate_fn_map.get(Tensor) is _torch_collate
+def _stacks(): return load.fa_collate is fa_collate and _torch_collate is not None and _collates_by_type.get(Tensor) is _torch_collate
 def _collates(dl): return _stacks() and is_fastais(dl, 'create_batch', 'retain')
 
 # %% ../../nbs/204_data.fetch.ipynb #5c918ab1

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastcore.all import *
 from fastai.torch_core import apply,to_detach,to_device
 from fastai.data.core import TfmdDL
-from fastai.learner import _ConstantFunc
+from ..base.errors import *
 from ..job.world import *
 from ..job.group import *
 from ..comm.collectives import *
@@ -32,6 +32,8 @@ from .deal import *
 from .fetch import *
 from .source import *
 from .torch_loader import *
+
+_ConstantFunc = private('fastai.learner:_ConstantFunc')
 
 # %% ../../nbs/207_data.loader.ipynb #8a69d602
 class DistributedDL(TfmdDL):

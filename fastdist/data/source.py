@@ -21,13 +21,16 @@ from collections import deque
 from dataclasses import replace
 from itertools import chain,islice
 from fastcore.all import *
-from fastai.data.load import DataLoader,SkipItemException,_FakeLoader
+from fastai.data.load import DataLoader,SkipItemException
+from ..base.errors import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from .sharding import *
 from .digest import *
 from .deal import *
 from .fetch import *
+
+_FakeLoader = private('fastai.data.load:_FakeLoader')
 
 # %% ../../nbs/205_data.source.ipynb #0014f888
 def rebatched(

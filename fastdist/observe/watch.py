@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from fastcore.all import *
 from fastai.basics import *
-from fastai.callback.core import _inner_loop
+from ..base.errors import *
 from ..base.loans import *
 from ..evaluate.loss import *
 from ..parallel.proxy import *
+
+_inner_loop = private('fastai.callback.core:_inner_loop')
 
 # %% ../../nbs/806_observe.watch.ipynb #52b20969
 def line_of(

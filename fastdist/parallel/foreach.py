@@ -27,9 +27,12 @@ from contextlib import contextmanager
 from fastcore.all import *
 from fastai.basics import *
 from fastai.optimizer import (Lookahead,adam_step,average_grad,average_sqr_grad,l2_reg,lamb_step,larc_layer_lr,larc_step,momentum_step,
-    qhadam_step,radam_step,rms_prop_step,sgd_step,step_stat,weight_decay,debias,_update)
+    qhadam_step,radam_step,rms_prop_step,sgd_step,step_stat,weight_decay,debias)
+from ..base.errors import *
 from ..evaluate.recorder import *
 from .backward import *
+
+_update = private('fastai.optimizer:_update')
 
 # %% ../../nbs/502_parallel.foreach.ipynb #b8203f70
 class _Part:

@@ -18,13 +18,14 @@ from fastcore.all import *
 from fastai.basics import *
 import torch
 from torch import nn,distributed as dist
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from ..base.errors import *
 from ..job.group import *
 from ..comm.collectives import *
+
+_BatchNorm,_InstanceNorm = map(private, ('torch.nn.modules.batchnorm:_BatchNorm','torch.nn.modules.instancenorm:_InstanceNorm'))
 
 # %% ../../nbs/503_parallel.norms.ipynb #66d20e7f
 def group_stats(

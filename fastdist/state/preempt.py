@@ -15,12 +15,13 @@ __all__ = ['StopSignals', 'is_users']
 
 # %% ../../nbs/410_state.preempt.ipynb #cf7683b2
 import os,signal,sys,threading,time
-from torch.utils.data._utils import signal_handling
 from fastcore.all import *
 from ..base.errors import *
 from ..base.signals import *
 from ..job.group import *
 from ..job.spawn import *
+
+_signal_handling = private('torch.utils.data._utils:signal_handling')
 
 # %% ../../nbs/410_state.preempt.ipynb #2904fea4
 class StopSignals:
@@ -33,11 +34,11 @@ class StopSignals:
 
     def __enter__(self):
         for o in self.handlers.values(): o.install()
-        signal_handling._set_worker_signal_handlers = _be_worker
+        if _set_handlers: _signal_handling._set_worker_signal_handlers = _be_worker
         return self
 
     def __exit__(self, kind, e, tb):
-        signal_handling._set_worker_signal_handlers = _set_handlers
+        if _set_handlers: _signal_handling._set_worker_signal_handlers = _set_handlers
         self._restore()
         unheard = kind is None and not self.heard and not self.passed
         if self.asked and (unheard or self.asked==signal.SIGTERM and in_shell()): os.kill(os.getpid(), self.asked)
@@ -89,7 +90,7 @@ def agree(self:StopSignals,
     return line.votes.agree(mine, 'the signal to stop') if line else mine
 
 # %% ../../nbs/410_state.preempt.ipynb #449e28d4
-_set_handlers = signal_handling._set_worker_signal_handlers
+_set_handlers = getattr(_signal_handling, '_set_worker_signal_handlers', None) # without it, data workers end by a SIGTERM to all of the job
 
 def _be_worker():
     "Set torch's handlers in this data worker, but take `SIGTERM` from its parent alone"

@@ -24,10 +24,12 @@ from accelerate.utils import extract_model_from_parallel
 from torch.nn.parameter import is_lazy
 from fastcore.all import *
 from fastai.basics import *
-from fastai.optimizer import _BaseOptimizer
+from ..base.errors import *
 from ..comm.rng import *
 from ..evaluate.loss import *
 from .values import *
+
+_BaseOptimizer = private('fastai.optimizer:_BaseOptimizer')
 
 # %% ../../nbs/402_state.snapshot.ipynb #917ec231
 def is_trainable(

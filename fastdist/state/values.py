@@ -26,8 +26,10 @@ from torch.utils.data import DataLoader as TorchLoader,Dataset
 from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
-from fastai.optimizer import _BaseOptimizer
+from ..base.errors import *
 from ..comm.control import *
+
+_BaseOptimizer = private('fastai.optimizer:_BaseOptimizer')
 
 # %% ../../nbs/401_state.values.ipynb #76326c24
 _refers = nn.Module,Learner,Callback,DataLoaders,DataLoader,TorchLoader,Dataset,_BaseOptimizer,torch.optim.Optimizer,FunctionType,MethodType,type,IOBase

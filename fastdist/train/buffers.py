@@ -15,10 +15,12 @@ __all__ = ['Buffers']
 # %% ../../nbs/707_train.buffers.ipynb #9d09cece
 from fastcore.all import *
 from fastai.basics import *
-from torch.nn.modules.batchnorm import _BatchNorm
+from ..base.errors import *
 from ..job.callbacks import *
 from ..state.replicas import *
 from ..parallel.proxy import *
+
+_BatchNorm = private('torch.nn.modules.batchnorm:_BatchNorm')
 
 # %% ../../nbs/707_train.buffers.ipynb #133fee42
 class Buffers(JobCallback):

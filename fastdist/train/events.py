@@ -24,10 +24,10 @@ from contextlib import ExitStack,contextmanager,suppress
 from types import CodeType,FunctionType
 from fastcore.all import *
 from fastai.basics import *
-from fastai.callback.core import _events,_inner_loop
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import ShortEpochCallback
-from fastai.learner import CastToTensor,_cast_tensor
+from fastai.learner import CastToTensor
+from ..base.errors import *
 from ..job.callbacks import *
 from ..comm.watchdog import *
 from ..comm.rng import *
@@ -36,6 +36,8 @@ from ..evaluate.recorder import *
 from ..state.values import *
 from ..state.snapshot import *
 from ..parallel.proxy import *
+
+_events,_inner_loop,_cast_tensor = map(private, ('fastai.callback.core:_events','fastai.callback.core:_inner_loop','fastai.learner:_cast_tensor'))
 
 # %% ../../nbs/701_train.events.ipynb #78caf965
 _cancel = (CancelStepException,CancelBackwardException,CancelBatchException,CancelTrainException,CancelValidException,CancelEpochException,CancelFitException)

@@ -17,8 +17,8 @@ import torch
 from fastcore.all import *
 from fastai.basics import *
 from fastai.losses import BaseLoss
-from fastai.callback.core import _events
 from fastai.data.load import DataLoader
+from ..base.errors import *
 from ..job.callbacks import *
 from ..data.fetch import *
 from ..data.loader import *
@@ -27,6 +27,8 @@ from ..parallel.proxy import *
 from ..parallel.foreach import *
 from ..parallel.context import *
 from .events import *
+
+_events = private('fastai.callback.core:_events')
 
 # %% ../../nbs/703_train.step.ipynb #b41115b4
 _ints = torch.int8,torch.int16,torch.int32

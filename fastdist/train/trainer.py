@@ -31,6 +31,8 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
+from ..base.errors import *
+from ..job.world import *
 from ..job.options import *
 from ..job.callbacks import *
 from ..job.fork import *
@@ -159,10 +161,16 @@ def _make_parts(self:DistributedTrainer, w, plan):
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
 
 # %% ../../nbs/709_train.trainer.ipynb #7ddf1d24
+@contextmanager
+def _fsdp():
+    "Name what the installed torch lacks of FSDP2"
+    try: yield
+    except ImportError as e: raise VersionError(e.name or 'torch.distributed.fsdp', f'for models in shards ({e})') from e
+
 def _plan(shard, plugin, keep, handlers):
     "Return how the model is divided, `None` for replicas, which need nothing of torch's FSDP: to import it takes a second"
     if shard is False and plugin is None and not keep and not asks_for_fsdp(os.environ): return
-    from fastdist.shard.plan import shard_plan
+    with _fsdp(): from fastdist.shard.plan import shard_plan
     return shard_plan(shard, plugin, os.environ, keep, handlers)
 
 def _end_shards(job, sync_bn):
@@ -174,10 +182,11 @@ def _end_shards(job, sync_bn):
     shards.enter(job.learn)
     shards.leave(job.learn)
 
+# %% ../../nbs/709_train.trainer.ipynb #b3ea6116
 def _layout(job, plan, sync_bn, alone):
     if job.world.size==1: return OneProcess(job.live.prepare)
     if plan is None: return Replicated(job.live, job.line.votes.exchanges, sync_bn)
-    from fastdist.shard.layout import Sharded # what it imports of torch takes half a second
+    with _fsdp(): from fastdist.shard.layout import Sharded # what it imports of torch takes half a second
     return Sharded(job, plan, sync_bn, alone)
 
 # %% ../../nbs/709_train.trainer.ipynb #3e977edb
@@ -226,7 +235,7 @@ def _startup(w, share):
     where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {backend_of(w.device)}, from {w.source}'
     batches = f'batches of {share.bs} a rank, {share.bs*w.size} in all' if share.bs else f'{w.size} batches a step'
     steps = f', {len(share)} steps an epoch' if share.n is not None else ''
-    return f'{where}; {batches}{steps}'
+    return '\n'.join(filter(None, (f'{where}; {batches}{steps}', untried())))
 
 # %% ../../nbs/709_train.trainer.ipynb #8678512a
 @patch
