@@ -27,7 +27,8 @@ def test_rooms_import_from_below():
 def test_private_names_of_others_are_looked_for():
     "Or a release without one of them would stop the import; shards have many, and are imported when they are asked for"
     theirs = 'torch','fastai','fastcore','accelerate'
-    from_them = [(k,n) for k,t in trees.items() if not k.startswith('shard.') for n in ast.walk(t) if isinstance(n, ast.ImportFrom) and not n.level and n.module.partition('.')[0] in theirs]
+    froms = [(k,n) for k,t in trees.items() if not k.startswith('shard.') for n in ast.walk(t) if isinstance(n, ast.ImportFrom) and not n.level]
+    from_them = [(k,n) for k,n in froms if n.module.partition('.')[0] in theirs]
     test_eq([(k,a.name) for k,n in from_them for a in n.names if a.name.startswith('_') or '._' in n.module], [])
     assert sum('private(' in Path(house/f'{k.replace(".", "/")}.py').read_text() for k in trees)>8
 
