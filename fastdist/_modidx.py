@@ -3924,6 +3924,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.train.trainer._layout': ('train.trainer.html#_layout', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._plan': ('train.trainer.html#_plan', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._startup': ('train.trainer.html#_startup', 'fastdist/train/trainer.py'),
+                                        'fastdist.train.trainer._unused': ('train.trainer.html#_unused', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._warn_lone': ( 'train.trainer.html#_warn_lone',
                                                                                'fastdist/train/trainer.py')},
             'fastdist.train.weigh': { 'fastdist.train.weigh.Weigh': ('train.weigh.html#weigh', 'fastdist/train/weigh.py'),

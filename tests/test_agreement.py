@@ -90,11 +90,11 @@ def in_vote(e):
     return 'agree' in [o.name for x in (e,e.__context__) if x for o in traceback.extract_tb(x.__traceback__)]
 
 def failing(rank, how, path):
-    learn,start = digits(opt_func=SGD),time.monotonic()
+    learn = digits(opt_func=SGD)
     if how=='kill': signal.signal(signal.SIGTERM, signal.SIG_IGN) # the head's, which ends all ranks when one is gone
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(patience=3):
         try: learn.fit(1, cbs=Fails(how))
-        except BaseException as e: (path/str(rank)).write_text(f'{type(e).__name__} {getattr(e, "rank", None)} {in_vote(e)} {time.monotonic()-start<12}')
+        except BaseException as e: (path/str(rank)).write_text(f'{type(e).__name__} {getattr(e, "rank", None)} {in_vote(e)}')
         if how=='kill': return
         learn.fit(1, cbs=Decider())
         return learn.looked,type(learn.model) is nn.Sequential
@@ -103,26 +103,24 @@ def failing(rank, how, path):
 @pytest.mark.parametrize('how,mine', dict(error='ZeroDivisionError None', interrupt='KeyboardInterrupt None', stuck='RankError 1').items())
 def test_the_others_leave_a_vote_that_one_does_not_come_to(how, mine, tmp_path):
     test_eq(on_ranks(lambda rank: failing(rank, how, tmp_path), 3, join=False), [(5,True)]*3)
-    test_eq([(tmp_path/str(r)).read_text() for r in range(3)], ['RankError 1 True True', f'{mine} False True', 'RankError 1 True True'])
+    test_eq([(tmp_path/str(r)).read_text() for r in range(3)], ['RankError 1 True', f'{mine} False', 'RankError 1 True'])
 
 def test_the_others_leave_a_vote_when_one_is_killed(tmp_path):
     with expect_fail(RankError, 'SIGKILL'): on_ranks(lambda rank: failing(rank, 'kill', tmp_path), 3, join=False)
-    test_eq([(tmp_path/str(r)).read_text() for r in (0,2)], ['RankError 1 True True']*2)
+    test_eq([(tmp_path/str(r)).read_text() for r in (0,2)], ['RankError 1 True']*2)
 
 class Sleepy(Callback):
     def before_batch(self):
         if this_world().rank and self.iter==1: time.sleep(8)
 
 def waited(rank, **kw):
-    start = time.monotonic()
     try: fit(digits(), cbs=Sleepy(), **kw)
-    except RuntimeError as e: return str(e),time.monotonic()-start
+    except RuntimeError as e: return str(e)
 
 @pytest.mark.parametrize('patience', [None,60])
 def test_the_groups_timeout_takes_effect(patience):
     handler = InitProcessGroupKwargs(timeout=timedelta(seconds=2))
-    for text,seconds in on_ranks(lambda rank: waited(rank, patience=patience, kwargs_handlers=[handler]), join=False):
-        assert seconds<15
+    for text in on_ranks(lambda rank: waited(rank, patience=patience, kwargs_handlers=[handler]), join=False):
         assert ('Sleepy.before_batch' if patience is None else 'Timed out') in text
 
 def unequal(rank): fit(digits(), cbs=[Decider()] if rank else None)
@@ -144,13 +142,11 @@ def outside_a_fit(rank):
     try:
         with digits().distrib_ctx():
             if rank: raise KeyError('between two fits')
-            time.sleep(20)
+            time.sleep(1000)
     except Exception as e: return type(e).__name__,'between two fits' in str(e)
 
 def test_an_error_between_two_fits_interrupts_the_others():
-    start = time.monotonic()
     test_eq(on_ranks(outside_a_fit, join=False), [('RankError',True), ('KeyError',True)])
-    assert time.monotonic()-start<8
 
 def two_contexts(rank):
     a,b = digits(),digits()
@@ -177,10 +173,10 @@ def test_an_error_that_was_there_before_keeps_nothing_back():
 def paused(rank):
     "Two fits, with nothing in between for longer than `patience`"
     learn = digits()
-    with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(patience=1):
+    with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(patience=2):
         learn.fit(1, cbs=Checkpoint('ckpt'))
         line = control_connection()
-        await_that(lambda: line.looked-line.part(Watchdog).moved>3*line.patience, 20)
+        await_that(lambda: line.looked-line.part(Watchdog).moved>2*line.patience, 60)
         learn.fit(1, cbs=Checkpoint('ckpt'))
     return len(learn.recorder.values)
 

@@ -40,7 +40,6 @@ def test_the_cause_comes_first_and_alone(warm, tmp_path, cmd, rank, times):
     "`notebook_launcher` shows it twice by itself: as a log, and as an error of its own"
     cmd,bad = cmd() if callable(cmd) else cmd,16+4*rank
     _,err = (run if cmd is by_torchrun else warm)(*cmd, tmp_path, bad, rc=1)
-    assert time.time()-float((tmp_path/'failed').read_text())<60
     before,*after = err.split(f'ValueError: broken file {bad}')
     assert 'RankError' not in err and len(after)==times
     assert f'[rank{rank}]: Traceback' in before or f'local_rank: {rank}' in before

@@ -1,5 +1,5 @@
 "Systems that have no fork, few signals and none of Unix's modules, as Windows: what is missing is taken away before fastdist is imported"
-import pytest,sys
+import pytest,re,sys
 from fastcore.test import *
 from procs import *
 
@@ -70,3 +70,22 @@ def test_ranks(tmp_path):
     test_eq([o.count('lacks the signals') for o in outs], [1,0])
     assert 'RankError' in outs[0] and 'ValueError' in outs[1], outs
     test_eq(outs[0].splitlines()[-1], outs[1].splitlines()[-1])
+
+spawn_only = '''
+import multiprocessing
+multiprocessing.get_all_start_methods = lambda: ['spawn']
+multiprocessing.set_start_method('spawn')
+'''
+
+head = '''
+Accelerator(nprocs=2, compute_setup='cpu').distribute(learn.fit)(1)
+print(len(learn.recorder.losses), learn.opt.state_dict()['hypers'][0]['lr']>0)
+def fails(): raise ValueError('a rank that fails')
+try: Accelerator(nprocs=2, compute_setup='cpu').distribute(fails)()
+except Exception as e: print(type(e).__name__, 'a rank that fails' in str(e))
+'''
+
+def test_a_head_starts_ranks_by_spawn(tmp_path):
+    (tmp_path/'train.py').write_text(spawn_only+re.sub(' pthread_sigmask| SIGKILL', '', bare)+head) # Python's own spawn needs these on Linux
+    out,err = run(sys.executable, tmp_path/'train.py')
+    test_eq(out.splitlines()[-2:], ['5 True','RankError True'])

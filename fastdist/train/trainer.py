@@ -230,12 +230,18 @@ def _set_precision(self:DistributedTrainer, mp):
     if isinstance(mp.autocast, torch.autocast) and not casts_on(mp, device): self.phases.warn_once('precision', f'On {device.type} this computes in float32, as plain fastai does: '
         'its to_fp16() and to_bf16() are for CUDA. HINT: ACCELERATE_MIXED_PRECISION=bf16 in the environment, or accelerate launch --mixed_precision bf16, computes in bfloat16 here')
 
+# %% ../../nbs/709_train.trainer.ipynb #305fec3f
 def _startup(w, share):
     nodes = f'{w.num_nodes} node{"s" if w.num_nodes>1 else ""}'
     where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {backend_of(w.device)}, from {w.source}'
     batches = f'batches of {share.bs} a rank, {share.bs*w.size} in all' if share.bs else f'{w.size} batches a step'
     steps = f', {len(share)} steps an epoch' if share.n is not None else ''
-    return '\n'.join(filter(None, (f'{where}; {batches}{steps}', untried())))
+    return '\n'.join(filter(None, (f'{where}; {batches}{steps}', _unused(w.device), untried())))
+
+def _unused(device):
+    "Name an accelerator that ranks do not train on, such as Apple's MPS or Intel's XPU"
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if there and there.type not in ('cuda',device.type): return f'fastdist: {there.type} is not used, since ranks train on CUDA devices or CPUs. HINT: one process trains on {there.type}'
 
 # %% ../../nbs/709_train.trainer.ipynb #8678512a
 @patch
