@@ -73,13 +73,10 @@ def test_an_array_of_a_shard_has_a_hint():
     for o in on_ranks(in_shards, 2, join=False): assert 'HINT: t.full_tensor(), called on all ranks' in o, o
 
 @pytest.mark.launcher
-def test_a_long_path_of_temporary_files_and_a_folder_that_is_gone(tmp_path):
-    code = "from fastdist import *\nimport os\nf = Accelerator(nprocs=2, compute_setup='cpu').distribute(lambda: 3)\nprint(f())"
-    long = tmp_path/('x'*110)
-    long.mkdir()
-    test_eq(run(sys.executable, '-c', code, TMPDIR=long)[0].strip(), '3')
+def test_a_folder_that_is_gone():
     gone = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')"
-    _,err = run(sys.executable, '-c', code.replace('\nprint', f'\n{gone}\nprint'), rc=1)
+    code = f"from fastdist import *\nimport os\nf = Accelerator(nprocs=2, compute_setup='cpu').distribute(lambda: 3)\n{gone}\nf()"
+    _,err = run(sys.executable, '-c', code, rc=1)
     assert 'HINT: os.chdir' in err
 
 def test_a_warning_shows_the_user_s_line(shown):
