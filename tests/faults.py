@@ -183,7 +183,8 @@ def cells(run, size, culprit, shard, quarter, few, folder):
 
 def matrix(folder, shard=False, quarter=False, few=False):
     "Run all cells, a `quarter` or a `few` of them, each (size, culprit) beside the others, since ranks wait most of the time"
-    jobs = [(run,size,culprit,shard,quarter,few) for run in (survived,died) for size,culprit in ([(2,0), (3,2)] if few else [(3,0), (3,2)] if quarter else [(2,0), (2,1), (3,0), (3,2)])]
+    who = [(2,0), (3,2)] if few else [(3,0), (3,2)] if quarter else [(2,0), (2,1), (3,0), (3,2)]
+    jobs = [(run,size,culprit,shard,quarter,few) for run in (survived,died) for size,culprit in who]
     procs = [get_context('fork').Process(target=cells, args=(*o, folder)) for o in jobs]
     for p in procs: p.start()
     for p in procs: p.join()
