@@ -1,10 +1,11 @@
 "The distribution: what is in its archives, what its metadata say, and what an editor sees of it"
-import os,shutil,subprocess,sys,tarfile,zipfile
+import csv,os,re,shutil,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
 import pytest
 from fastcore.test import test_eq
+from fastdist.job.world import newest_tried
 
 top = Path(__file__).parent.parent
 cfg = ConfigParser()
@@ -49,3 +50,11 @@ def test_commands_lead_somewhere(wheel):
     entries = ConfigParser()
     entries.read_string(read(wheel, 'entry_points.txt'))
     test_eq({k:dict(v) for k,v in entries.items() if v}, dict(console_scripts={'fastdist-check':'fastdist.check:main'}, nbdev={'fastdist':'fastdist._modidx:d'}))
+
+def test_what_was_tried_is_what_the_table_says():
+    "Newer versions are named when a training begins; the oldest that the package asks for was tried too"
+    with (top/'nbs/reference/versions.csv').open() as f: rows = list(csv.DictReader(f))
+    minor = lambda s: tuple(map(int, s.split('.')[:2]))
+    test_eq({k:max(minor(o[k]) for o in rows) for k in newest_tried}, {k:minor(v) for k,v in newest_tried.items()})
+    asked = dict(re.findall(r'(\w+)>=([\d.]+)', cfg['requirements']))
+    test_eq(min(minor(o['torch']) for o in rows), minor(asked['torch']))

@@ -207,11 +207,12 @@ def wrap(self:DistributedTrainer):
     "Begin a fit: check that it makes steps, set precision and accumulation, and wrap the model"
     self.phases.fitting = True
     self.phases.check_steps()
+    self.phases.name_slow_workers()
     steps,learn = self.job.live.accumulate,self.learn
     self.weigh.begin(Window(steps, first(learn._grab_cbs(GradientAccumulation)) if self.size>1 or steps>1 else None)) # it must count the samples of several ranks
     self._events.windowed,self._events.planned,self._events.around = bool(self.weigh.window),None,self.weigh.around if self.size>1 else None
     self.lists = lend_lists(learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
-    for mp in learn._grab_cbs(MixedPrecision): self._set_precision(mp)
+    for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, self.job, self.phases)
     for cb in learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(learn.dls.train, StepDL)))
     self.weigh.wrap()
     self.compares = self.desync_check and self.size>1
@@ -222,12 +223,11 @@ def wrap(self:DistributedTrainer):
     self._said = True
 
 # %% ../../nbs/709_train.trainer.ipynb #2cebf081
-@patch
-def _set_precision(self:DistributedTrainer, mp):
+def _set_precision(mp, job, phases):
     if isinstance(mp, LaunchPrecision): return
-    device = self.job.world.device
-    set_precision(mp, device, self.job.live.autocast_options, self.job.live.scaler_options)
-    if isinstance(mp.autocast, torch.autocast) and not casts_on(mp, device): self.phases.warn_once('precision', f'On {device.type} this computes in float32, as plain fastai does: '
+    device = job.world.device
+    set_precision(mp, device, job.live.autocast_options, job.live.scaler_options)
+    if isinstance(mp.autocast, torch.autocast) and not casts_on(mp, device): phases.warn_once('precision', f'On {device.type} this computes in float32, as plain fastai does: '
         'its to_fp16() and to_bf16() are for CUDA. HINT: ACCELERATE_MIXED_PRECISION=bf16 in the environment, or accelerate launch --mixed_precision bf16, computes in bfloat16 here')
 
 # %% ../../nbs/709_train.trainer.ipynb #305fec3f
