@@ -178,7 +178,7 @@ class Evaluate(JobCallback):
     def __init__(self, **parts):
         super().__init__(**parts)
         self.silent = self.phases.alone
-        self.plans,self.planned,self.untold,self.dst,self.settled,self.record = {},[],set(),None,[],None
+        self.rules,self.planned,self.untold,self.dst,self.settled,self.record = {},[],set(),None,[],None
 
     def before_validate(self):
         "Number the files of callbacks that save predictions"
@@ -232,11 +232,11 @@ def _loss_numbers(self:Evaluate, n):
 # %% ../../nbs/311_evaluate.evaluate.ipynb #c43a5fbe
 @patch
 def _plan_metrics(self:Evaluate, here):
-    new = [m for m in self.learn.metrics if must_try(m) and (id(m) not in self.plans or id(m) in self.untold)]
+    new = [m for m in self.learn.metrics if must_try(m) and (id(m) not in self.rules or id(m) in self.untold)]
     if not new: return
     targets,found = zip(*gather_objs((here is not None and len(here.yb)>0, [evidence(m, here) for m in new])))
     if not any(targets): return
-    self.plans |= {id(m):plan(o) for m,*o in zip(new, *found)}
+    self.rules |= {id(m):rules_for(o) for m,*o in zip(new, *found)}
     self.planned += new
     self.untold = {id(m) for m,*o in zip(new, *found) if not any(f is not None for f in o)}
 
@@ -247,7 +247,7 @@ def _whole_batches(self:Evaluate, ph, here):
         self.reduction.ask(here)
         ph.zeros = {id(m):zero_state(m) for m in L(getattr(ph.recorder, 'loss', None)).filter()+self.learn.metrics}
         self._plan_metrics(here)
-        ph.whole = [m for m in self.learn.metrics if self.plans.get(id(m), 1) is None]
+        ph.whole = [m for m in self.learn.metrics if self.rules.get(id(m), 1) is None]
     if not ph.whole: return
     batch = to_device(whole_batch(here, here and self._loss_parts(), self.settled), self.phases.world.device)
     self._silence(ph.whole)
@@ -297,11 +297,11 @@ def _report(self:Evaluate, ph):
 def _merge_metrics(self:Evaluate, mets, ph):
     for m in mets: vars(m).pop('accumulate', None)
     losses = None if self.learn.training or not any(self.reduction.kind) else _stacked(ph.losses)
-    for m,why in merge_metrics(mets, ph.sizes, ph.zeros, self.plans, losses, self.reduction.kind[0]): self._whole_next(m, why)
+    for m,why in merge_metrics(mets, ph.sizes, ph.zeros, self.rules, losses, self.reduction.kind[0]): self._whole_next(m, why)
 
 @patch
 def _whole_next(self:Evaluate, m, why):
-    self.plans[id(m)] = None
+    self.rules[id(m)] = None
     self.planned.append(m)
     if self.record: self.record.differing.add(m.name)
     if not self.phases.world.rank: warn(f'You use the metric {m.name}, whose state ranks cannot put together ({why}), so that it told of the samples of rank 0 alone. '

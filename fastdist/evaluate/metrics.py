@@ -142,15 +142,15 @@ def merge_metrics(
     mets:list, # Metrics between `reset` and `value`, the same on all ranks
     sizes:list, # Sizes of this rank's batches
     zeros:dict, # `id` of a metric -> its `zero_state`
-    plans:dict=None, # `id` of a tried metric -> its `plan`
+    rules:dict=None, # `id` of a tried metric -> what `rules_for` returned
     losses:torch.Tensor=None, # As for `batch_losses`
     summed:bool=False # As for `batch_losses`
 )->list: # `(metric, reason)` of each that cannot be merged, which is unchanged
     "Merge the state of each of `mets` over ranks, in place: one exchange for them all, and a second one for the values of those with rows"
-    plans = plans or {}
-    mets = [m for m in mets if type(m).accumulate is not Metric.accumulate and plans.get(id(m), 1) is not None]
+    rules = rules or {}
+    mets = [m for m in mets if type(m).accumulate is not Metric.accumulate and rules.get(id(m), 1) is not None]
     if not mets or not grouped(): return []
-    states = [_State(m, zeros[id(m)] if id(m) in zeros else zero_state(m), plans.get(id(m))) for m in mets]
+    states = [_State(m, zeros[id(m)] if id(m) in zeros else zero_state(m), rules.get(id(m))) for m in mets]
     sizes,losses = _exchange_states(states, sizes, losses)
     if losses[0] is not None and any(map(len, losses)): states = _set_losses(states, losses, summed)
     return _from_rank0([s for s in states if s.rows], sizes)+[(s.met,why) for s in states if not s.rows and (why := s.merge(sizes))]
@@ -190,13 +190,13 @@ def _reduced(v, zero, how):
 # %% ../../nbs/305_evaluate.metrics.ipynb #99301a2b
 class _State:
     "State of the metric `met`: this rank's in `mine`, that of each rank in `parts`"
-    def __init__(self, met, zero, plan):
+    def __init__(self, met, zero, rules):
         store_attr()
         self.mine,self.parts,self.rows = _sent(gained(met, zero)),[],[]
 
     def way(self, k):
         "Return the way to merge attribute `k`"
-        return 'sum' if self.plan is None or is_average(self.met) else self.plan.get(k)
+        return 'sum' if self.rules is None or is_average(self.met) else self.rules.get(k)
 
     def small(self):
         "Return `mine` with `...` in place of rows, and large sums described"

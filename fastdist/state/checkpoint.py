@@ -153,8 +153,8 @@ def run(self:CheckpointedFit,
     do:callable # Runs the fit with its events
 ):
     "Call `do` and write the state of the end of the fit; where the fit was cut off, let it go on"
-    if self.resume.plan: self.resume.announce()
-    if self.fit.rank==0: self.logs.cut(self.resume.plan and self.resume.plan['about'])
+    if self.resume.found: self.resume.announce()
+    if self.fit.rank==0: self.logs.cut(self.resume.found and self.resume.found['about'])
     with self.signals:
         do()
         self.states.save(self.learn.n_epoch, 0, ended=True, wait=True)

@@ -87,7 +87,7 @@ _skipped = WeakSet() # Learners for which a finished fit was skipped in this pro
 
 class Resume:
     "The state from which a fit goes on: found, and put back"
-    plan = before = None # what was found; random states before the order of the epoch
+    found = before = None # what was found; random states before the order of the epoch
     def __init__(self,
         fit:Fit, # That begins
         states:States # In which a state is looked for
@@ -97,13 +97,13 @@ class Resume:
         "Read the state from which the fit goes on, on all ranks what rank 0 has read; raise `ResumeError` where that is of another training"
         fit,dls = self.fit,self.fit.learn.dls
         self.facts = training_facts(fit.learn, fit.batch) | dict(settings=fit_settings(fit.learn))
-        plan = self._read() if fit.rank==0 else None
-        plan = broadcast_obj(plan) if fit.size>1 else plan
-        if plan and fit.layout.gathers: plan |= self._parts(State(Path(plan['path']), plan['record']))
-        if not plan['done'] if plan else fit.learn in _skipped:
+        found = self._read() if fit.rank==0 else None
+        found = broadcast_obj(found) if fit.size>1 else found
+        if found and fit.layout.gathers: found |= self._parts(State(Path(found['path']), found['record']))
+        if not found['done'] if found else fit.learn in _skipped:
             with kept_random(*dls.loaders): getattr(dls, 'n_inp', None) # fastai reads an item for it
-        self.plan = plan
-        return plan
+        self.found = found
+        return found
 
     def _read(self):
         fit,state = self.fit,self.states.newest()
@@ -132,10 +132,10 @@ def _parts(self:Resume, state):
 @patch
 def announce(self:Resume):
     "Print where the fit goes on"
-    at,fit = self.plan['about'],self.fit
+    at,fit = self.found['about'],self.fit
     if fit.rank==0 and at['ranks']==fit.size and at['threads']!=torch.get_num_threads(): warn(f'The state was made with {at["threads"]} threads, and there are {torch.get_num_threads()} '
         'now, so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
-    fit.say(f'goes on in fit {fit.number}, epoch {at["epoch"]}, batch {at["batch"]}, from {self.plan["path"]}')
+    fit.say(f'goes on in fit {fit.number}, epoch {at["epoch"]}, batch {at["batch"]}, from {self.found["path"]}')
 
 @patch
 def _name_edits(self:Resume, was, done):
@@ -147,7 +147,7 @@ def _name_edits(self:Resume, was, done):
 @patch
 def put_back(self:Resume):
     "Write the state that was found into the Learner, but for the random states"
-    p,mine,fit = self.plan,self._mine(),self.fit
+    p,mine,fit = self.found,self._mine(),self.fit
     in_parts = fit.layout.gathers
     state = p['learner']|dict(left=left_in(p['learner'], [] if mine and not in_parts else p['ranks'], whole=not in_parts))
     if p['about']['facts'].get('metrics')!=self.facts['metrics']: state |= dict(metrics=[]) # a done fit's, and other metrics are here
@@ -160,7 +160,7 @@ def put_back(self:Resume):
 @patch
 def _mine(self:Resume):
     "Return what this rank alone had; on another number of ranks `None`"
-    ranks = self.plan['ranks']
+    ranks = self.found['ranks']
     return ranks[self.fit.rank] if len(ranks)==self.fit.size else None
 
 @patch
@@ -168,20 +168,20 @@ def set_random(self:Resume,
     but=None # Loader that has drawn its order already
 ):
     "Set the random states that this rank had, after which nothing is left to be put back, unless the fit is done"
-    mine = self._mine() or (self.plan['ranks'][0] if self.fit.rank==0 else None)
+    mine = self._mine() or (self.found['ranks'][0] if self.fit.rank==0 else None)
     if mine: set_global_random(mine['random'])
-    set_orders(self.fit.learn, self.plan['learner'], but)
-    if not self.plan['done']: self.plan = None
+    set_orders(self.fit.learn, self.found['learner'], but)
+    if not self.found['done']: self.found = None
 
 # %% ../../nbs/412_state.resume.ipynb #0a2fb4f1
 @patch
 def skip(self:Resume)->bool:
     "Put the Learner in the state of the end of this fit, if the fit is done; return whether it is"
-    if not self.plan or not self.plan['done']: return False
+    if not self.found or not self.found['done']: return False
     _skipped.add(self.fit.learn)
     self.put_back()
     self.set_random()
-    self.fit.say(f'fit {self.fit.number} is done, its end was read from {self.plan["path"]}')
+    self.fit.say(f'fit {self.fit.number} is done, its end was read from {self.found["path"]}')
     return True
 
 # %% ../../nbs/412_state.resume.ipynb #7bddb6af
@@ -197,9 +197,9 @@ class FitLoop:
         run:callable # Runs an epoch with its events
     ):
         "Call `run` unless the epoch was done"
-        plan,rec = self.resume.plan,getattr(self.learn, 'recorder', None)
-        at = plan and plan['about']
-        if at and not self.fit.rows: self._show_rows(plan['learner']['rows'])
+        found,rec = self.resume.found,getattr(self.learn, 'recorder', None)
+        at = found and found['about']
+        if at and not self.fit.rows: self._show_rows(found['learner']['rows'])
         if at and self.learn.epoch<at['epoch']: return
         if at and not at['batch']:
             self.resume.put_back()
@@ -218,9 +218,9 @@ def batches(self:FitLoop,
     f:callable # Goes over `learn.dl`
 )->callable:
     "Return `f`, from the batch on at which the state was made"
-    learn,plan = self.learn,self.resume.plan
-    if plan and self.fit.size==1 and isinstance(learn.dl, (DataLoader,TorchLoader)): self.share = learn.dl = StepDL(learn.dl, 0, 1)
-    return partial(self._go_on if plan else self._from_start, f)
+    learn,found = self.learn,self.resume.found
+    if found and self.fit.size==1 and isinstance(learn.dl, (DataLoader,TorchLoader)): self.share = learn.dl = StepDL(learn.dl, 0, 1)
+    return partial(self._go_on if found else self._from_start, f)
 
 @patch
 def _current(self:FitLoop):
@@ -245,7 +245,7 @@ def _begin(self:FitLoop):
 
 @patch
 def _go_on(self:FitLoop, f):
-    dl,batch = self._current(),self.resume.plan['about']['batch']
+    dl,batch = self._current(),self.resume.found['about']['batch']
     if self.fit.size==1 and not isinstance(dl, DistributedDL): dl = self.learn.dl = StepDL(dl, 0, 1) # another loader that a callback has put there
     self._begin()
     self.resume.put_back()
@@ -254,12 +254,12 @@ def _go_on(self:FitLoop, f):
     set_order_state(dl, order)
     dl.resume_at(batch, partial(self.resume.set_random, dl.dl), order['alive'])
     with _numbered_from(self.learn, batch): f()
-    if self.resume.plan: raise self._no_share()
+    if self.resume.found: raise self._no_share()
 
 @patch
 def _no_share(self:FitLoop):
     what = f'a position within an epoch, and a callback has put a {type(self.learn.dl).__name__} in the place of the loader, which cannot leave out the batches that are done'
-    return ResumeError(self.resume.plan['path'], what, 'Checkpoint(minutes=None) makes states at the ends of fits only')
+    return ResumeError(self.resume.found['path'], what, 'Checkpoint(minutes=None) makes states at the ends of fits only')
 
 # %% ../../nbs/412_state.resume.ipynb #75087754
 def _numbered_from(learn, k):

@@ -259,7 +259,7 @@ def prepare(self:RankAccelerator,
 ): # The prepared object, or a tuple of them in the order of `objs`
     "Return `objs` ready for this rank: models in `DistributedDataParallel`, loaders that give its share, optimizers and schedulers that fit"
     shares,live = [self._share(o) for o in objs],self.live
-    with told(self.world, cpu_fp16=True): res = live.prepare(*shares, **kwargs)
+    with accelerate_env(self.world, cpu_fp16=True): res = live.prepare(*shares, **kwargs)
     for was,new in zip(objs, [res] if len(objs)==1 else res):
         if new is not was and isinstance(was, TorchLoader) and was.batch_size: new.batch_size = was.batch_size//(self.world.size if live.split_batches else 1)
     return res
