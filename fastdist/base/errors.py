@@ -46,7 +46,7 @@ class VersionError(RuntimeError, AttributeError):
 
 class _Gone(type):
     def __call__(cls, *args, **kwargs): raise VersionError(cls.at)
-    __iter__ = __contains__ = __getitem__ = __len__ = __call__
+    __iter__ = __contains__ = __getitem__ = __call__
     def __getattr__(cls, k): raise AttributeError(k) if k[:2]=='__' else VersionError(cls.at)
 
 # %% ../../nbs/000_base.errors.ipynb #2c1a744c

@@ -74,9 +74,9 @@ getattr(os, 'register_at_fork', noop)(before=_before_rank)
 # %% ../../nbs/007_job.fork.ipynb #b0134d4d
 def short_sockets()->bool:
     "Let `multiprocessing` have its sockets in /tmp if their paths would be too long in `TMPDIR`; return whether they are short enough"
-    if len(tempfile.gettempdir())>70 and os.access('/tmp', os.W_OK):
-        with lent(tempfile, tempdir='/tmp'): get_temp_dir()
-    return len(get_temp_dir())<88
+    if len(tempfile.gettempdir())<=70: return True
+    if not os.access('/tmp', os.W_OK): return False
+    with lent(tempfile, tempdir='/tmp'): return len(get_temp_dir())<=84
 
 # %% ../../nbs/007_job.fork.ipynb #75ded89f
 @contextmanager

@@ -19,7 +19,6 @@ __all__ = ['tolerances', 'Blobs', 'small_learner', 'fit_quietly', 'slowest', 'al
 # %% ../../nbs/801_observe.checks.ipynb #bcc9d896
 import math,os,socket,torch,io,time
 from dataclasses import dataclass
-from pathlib import Path
 from operator import itemgetter
 from fastcore.all import *
 from fastai.basics import *
@@ -219,7 +218,7 @@ def node_limits(
     shm = os.statvfs('/dev/shm') if os.path.isdir('/dev/shm') else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     most = dict(cores=cores, shm=shm.f_blocks*shm.f_frsize/2**20 if shm else math.inf, files=_open_files())
-    return dict(host=w.node_name, named=_has_name(), ranks=w.local_size, home=os.access(Path.home(), os.W_OK), sockets=short_sockets()) | most
+    return dict(host=w.node_name, named=_has_name(), ranks=w.local_size, home=os.access(os.path.expanduser('~'), os.W_OK), sockets=short_sockets()) | most
 
 # %% ../../nbs/801_observe.checks.ipynb #ddc5bef2
 _little = [
