@@ -138,11 +138,11 @@ def _noting(pickler, name, o):
 def write(
     o, # Anything that cloudpickle can write
     path, # File
-    pickler:type=CodePickler, # Writes all but the tensors
+    pickler:type=None, # Writes all but the tensors; `CodePickler` by default
     part:tuple=None # Name and object with which the path of what cannot be pickled begins; by default `o`
 ):
     "Write `o` to `path`, with its tensors stored separately, so that `read` can map them into memory; raise `TypeError` for what cannot be pickled"
-    how = _noting(pickler, *part or ('', o))
+    how = _noting(pickler or CodePickler, *part or ('', o))
     torch.save(o, path, pickle_module=SimpleNamespace(__name__='cloudpickle', Pickler=how), pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
 def read(
