@@ -4,7 +4,7 @@ from fastai.text.all import CorpusBLEUMetric,Perplexity
 from fastdist import *
 from compare import learner
 
-exact = dict(rtol=2e-6, atol=1e-6) # of numbers that follow a training, whose weights are within 1e-5
+exact = dict(rtol=1e-6, atol=1e-6)
 
 def data(n, ys, seed=0):
     g = torch.Generator().manual_seed(seed)
