@@ -64,9 +64,10 @@ class RankError(_Sent, RuntimeError):
     def __init__(self,
         rank:int, # The rank that failed; `None` where the error is not that of a single rank
         msg:str, # Its traceback, or how it ended
-        shown:bool=True # Whether that rank prints its traceback itself; ranks that a head started leave it to the head
+        shown:bool=True, # Whether that rank prints its traceback itself; ranks that a head started leave it to the head
+        node:str='' # Name of the machine of that rank, where it is another one than the head's
     ):
-        super().__init__(msg if rank is None else f'rank {rank} failed:\n{msg}')
+        super().__init__(msg if rank is None else f'rank {rank}{f" on {node}" if node else ""} failed:\n{msg}')
         self.rank,self.msg,self.shown = rank,msg,shown
 
 # %% ../../nbs/000_base.errors.ipynb #0707e9de

@@ -165,11 +165,13 @@ def check_choice(
 
 def check_nprocs(
     nprocs:int, # Number of ranks to start
-    compute_setup:str # 'auto', 'gpu' or 'cpu'
+    compute_setup:str, # 'auto', 'gpu' or 'cpu'
+    here:bool=True # Whether they run on this machine, so that its GPUs count
 ):
     "Raise `OptionError` unless this machine can run `nprocs` ranks on its GPUs or CPU"
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs<1: raise OptionError('nprocs', nprocs, 'HINT: the number of ranks on this node, 1 or more')
     check_choice('compute_setup', compute_setup, ('auto','gpu','cpu'))
+    if not here: return
     n = torch.cuda.device_count()
     if compute_setup=='gpu' and not n: raise OptionError('compute_setup', 'gpu', 'no GPU was found here. HINT: \'auto\' takes the CPU then')
     if compute_setup!='cpu' and 0<n<nprocs: raise OptionError('nprocs', nprocs, f'{n} GPUs were found. HINT: at most {n} ranks, or compute_setup=\'cpu\'')

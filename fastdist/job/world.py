@@ -79,6 +79,7 @@ _of_mpi = { # launcher -> its variables for rank, size, local rank and local siz
 def _launcher(env):
     "Return the name of the launcher that set `env`; 'fastdist' for ranks that `distribute` or `on_ranks` started"
     if 'FASTDIST_STORE' in env: return 'fastdist'
+    if 'FASTDIST_ENGINE' in env: return f'fastdist over {env["FASTDIST_ENGINE"]}'
     if 'TORCHELASTIC_RUN_ID' not in env and 'SLURM_STEP_ID' in env and (env['RANK'],env['WORLD_SIZE'])==(env.get('SLURM_PROCID'),env.get('SLURM_NTASKS')): return 'srun'
     mpi = first(k for k,v in _of_mpi.items() if [env.get(o) for o in v[:2]]==[env['RANK'],env['WORLD_SIZE']])
     if mpi and 'TORCHELASTIC_RUN_ID' not in env: return mpi

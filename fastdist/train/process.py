@@ -32,22 +32,23 @@ from ..data.loader import *
 # %% ../../nbs/700_train.process.ipynb #82816db3
 class JobDescription:
     "Number of ranks, their device and their precision, before or after the ranks start"
-    _places = {f.name for f in fields(World)}-{'size','gpu','cpu','source'}
+    _places,_engine = {f.name for f in fields(World)}-{'size','gpu','cpu','source'},None
     def __init__(self,
         nprocs:int=1, # Number of ranks that the head starts on this node
         compute_setup:str='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
         log_setup:str='cpu', # Device on which numbers for logs are reduced: 'cpu', or 'auto' for the rank's device
         backend:str=None, # Of the process group: 'nccl' or 'gloo'; the device's own by default
         dtype:torch.dtype=None, # Of models and of float data; unchanged by default
+        engine=None, # Starts ranks on other machines, as `job.fleet` has it
         **options # For `accelerate.Accelerator`
     ):
-        check_nprocs(nprocs, compute_setup)
+        check_nprocs(nprocs, compute_setup, here=engine is None)
         check_choice('log_setup', log_setup, ('auto','cpu'))
         check_dtype(dtype)
         check_plain_options(options, own_loop=False)
         if options.get('cpu') and compute_setup=='gpu': raise OptionError('cpu', True, 'compute_setup is \'gpu\'. HINT: set one of them')
-        vars(self).update(compute_setup=compute_setup, log_setup=log_setup, dtype=dtype, options=options, _nprocs=nprocs, _backend=backend)
-        check_backend(backend, self.device.type=='cuda')
+        vars(self).update(compute_setup=compute_setup, log_setup=log_setup, dtype=dtype, options=options, _nprocs=nprocs, _backend=backend, _engine=engine)
+        if engine is None: check_backend(backend, self.device.type=='cuda')
 
     def __getattr__(self, k):
         if k in self._places: return getattr(self.world, k)
@@ -68,13 +69,13 @@ def world(self:JobDescription)->World:
 @patch(as_prop=True)
 def in_head(self:JobDescription)->bool:
     "Return whether this process is the one that will start the ranks"
-    return self._nprocs>1 and this_world().source=='one process'
+    return (self._nprocs>1 or self._engine is not None) and this_world().source=='one process'
 
 # %% ../../nbs/700_train.process.ipynb #d9ee318c
 @patch(as_prop=True)
 def execution_type(self:JobDescription)->str:
     "'torchrun' where an external launcher started the ranks, else 'default'"
-    return 'default' if 'FASTDIST_STORE' in os.environ or this_world().source=='one process' else 'torchrun'
+    return 'default' if this_world().source.startswith(('fastdist','one process')) else 'torchrun'
 
 @patch(as_prop=True)
 def nprocs(self:JobDescription)->int:
@@ -118,7 +119,7 @@ def execution(self:JobDescription):
 
 # %% ../../nbs/700_train.process.ipynb #bf755e7b
 _own = 'compute_setup','log_setup','dtype','options'
-_alive = '_member','_acc','_owned','_env'
+_alive = '_member','_acc','_owned','_env','_engine'
 _in_head = dict(is_main_process=True, is_local_main_process=True, is_last_process=True, process_index=0, local_process_index=0, num_processes=1, print=print)
 
 class RankAccelerator(JobDescription):
