@@ -55,6 +55,7 @@ Modules:
 - `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
 - `fastdist.job.agent`: The process that runs the ranks of one machine for a head on another
 - `fastdist.job.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner
+- `fastdist.job.detached`: Jobs that outlive the process that started them, and are found again by name
 - `fastdist.job.fleet`: Ranks on several machines, started by an engine and seen by their head as if they were here
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
 - `fastdist.job.group`: Join a process to its job, and undo that

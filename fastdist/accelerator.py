@@ -14,7 +14,7 @@ So one call, `distribute`, makes of a function one that runs on all ranks, where
 __all__ = ['Accelerator', 'engine_of', 'CastBatch', 'unwrapped']
 
 # %% ../nbs/902_accelerator.ipynb #fd9173e3
-import inspect,cloudpickle,torch
+import inspect,cloudpickle,os,time,torch
 from contextlib import contextmanager,nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -27,11 +27,13 @@ from fastai.basics import *
 from .base.errors import *
 from .base.loans import *
 from .job.world import *
+from .job.group import *
 from .job.options import *
 from .job.pickling import *
 from .job.spawn import *
 from .job.fleet import *
 from .job.ssh import *
+from .job.detached import *
 from .comm.collectives import *
 from .state.snapshot import *
 from .state.home import *
@@ -160,10 +162,12 @@ def distribute(self:Accelerator,
     fun:callable, # A function, or a method of a Learner or another object with `model` and `optimizer`; lambdas and functions of a notebook too
     start:str='spawn', # 'spawn' for processes that have nothing from this one, 'fork' for copies of it
     all_ranks:bool=False, # Whether to return a list of what each rank returned, in rank order, instead of rank 0's
-    show_all:bool=False # Whether to show what all ranks print, instead of rank 0's
+    show_all:bool=False, # Whether to show what all ranks print, instead of rank 0's
+    detach=False # Whether a process of its own is the head, which outlives this one; a text is the job's name. The function returns a `DetachedJob` then
 )->callable:
     "Return a function that calls `fun` on all ranks and returns what rank 0's returned; the Learners that it has are trained afterwards"
     check_choice('start', start, ('spawn','fork'))
+    if detach: return partial(self._detached, fun, detach, dict(all_ranks=all_ranks, show_all=show_all))
     @wraps(fun)
     def run(*args, **kwargs):
         instance = self._instance(fun, args)
@@ -226,6 +230,39 @@ def _sendable(o):
     try: write(o, BytesIO(), part=('What your function returned', o))
     except TypeError as e: return _Unsent(e)
     return o
+
+# %% ../nbs/902_accelerator.ipynb #f823578d
+@patch
+def _detached(self:Accelerator, fun, name, options, *args, **kwargs):
+    "Start a process that distributes `fun`, and return its job"
+    if this_world().source!='one process': raise OptionError('detach', name, f'{this_world().source} has started this process, and ends it. HINT: leave it to the launcher')
+    called = getattr(fun, '__qualname__', None) or type(fun).__name__
+    name = name if isinstance(name, str) else f'{called.rpartition(".")[2].strip("<>")}-{time.strftime("%m%d-%H%M%S")}'
+    instance = self._instance(fun, args)
+    held = self._held(instance if instance is not None and is_trainable(instance) else None, fun, args, kwargs, 'spawn')
+    return DetachedJob(start_detached(partial(_be_head, self, self._engine, fun, args, kwargs, options, held), name, called), partial(_brought_home, held))
+
+def _be_head(acc, engine, fun, args, kwargs, options, held):
+    "Distribute `fun`; return its result and what it trained"
+    acc._engine = engine
+    res = acc.distribute(fun, **options)(*args, **kwargs)
+    return res,[state_away(o) for o in held]
+
+def _brought_home(held, found, into):
+    "Write what a job trained into `into`, or into what its function has in this process, and return its result"
+    res,states = found
+    into = into or held
+    if into and len(into)!=len(states): raise ValueError(f'You bring home {len(into)} objects, but the job has trained {len(states)}. HINT: as many, in the order in which its function has them')
+    if into: come_home(*zip(into, states))
+    return res
+
+# %% ../nbs/902_accelerator.ipynb #9dec8d12
+@patch(cls_method=True)
+def attach(cls:Accelerator,
+    name:str # Of a job that was detached
+)->DetachedJob: # Its `result` takes the Learners that take on what it trained
+    "Return the job `name` of this user, which any process of this machine may have started"
+    return DetachedJob(find_folder(name, os.environ), partial(_brought_home, []))
 
 # %% ../nbs/902_accelerator.ipynb #35bcad78
 @patch

@@ -159,8 +159,10 @@ def on_run(self:Agent, data, **job):
         try:
             for p in start_here(ranks.ids, d, 'fork', lambda r: job['env'] | job['of'][str(r)]): ranks.procs.append(p)
             ranks.watch(partial(self._check, ranks))
+            ended = [p for p in ranks.procs if not p.is_alive()]
+            self._report(ranks, ended, job['results'])
         finally: ranks.end()
-        self._report(ranks, job['results'])
+        self._report(ranks, [p for p in ranks.procs if p not in ended])
 
 def _go_to(folder, path):
     "Go to the head's folder, and import from where the head does, as far as this machine has them"
@@ -176,7 +178,7 @@ def _receive(self:Agent, path):
             if msg['kind']=='call': f.write(data)
             if msg.get('last'): return
 
-# %% ../../nbs/014_job.agent.ipynb #f31483fc
+# %% ../../nbs/014_job.agent.ipynb #ad316375
 @patch
 def _outputs(self:Agent, job, rank, d):
     kinds = ['out','err'] + ['show']*job['shows']
@@ -192,17 +194,17 @@ def _pass(ranks, rank, number, **_):
     for p in ranks.procs:
         if p.rank==rank: p.send(number) if number!=signal.SIGKILL else p.kill()
 
-# %% ../../nbs/014_job.agent.ipynb #ca9a166a
+# %% ../../nbs/014_job.agent.ipynb #a14f3387
 @patch
-def _report(self:Agent, ranks, results):
-    "Send how each rank has ended"
-    for p in ranks.procs:
-        for kind in ('failure','result'):
+def _report(self:Agent, ranks, ended, results=None):
+    "Send how the ranks `ended` did; without `results` they were ended here, and neither their errors nor their exit codes explain anything"
+    for p in ended:
+        for kind in ('failure','result') if results is not None else ():
             at = ranks.d/f'{kind}{p.rank}'
             if at.exists() and (kind=='failure' or p.rank in results): self.link.send_file(kind, at, rank=p.rank)
         tail = b'' if ranks.of[p.rank][1].to else ranks.of[p.rank][1].tail
-        if p.exitcode: self.link.send('err', tail, rank=p.rank)
-        self.link.send('exit', rank=p.rank, code=p.exitcode)
+        if p.exitcode and results is not None: self.link.send('err', tail, rank=p.rank)
+        self.link.send('exit', rank=p.rank, code=0 if results is None else p.exitcode)
 
 # %% ../../nbs/014_job.agent.ipynb #c642d836
 def own_streams()->Link:

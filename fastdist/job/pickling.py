@@ -166,10 +166,10 @@ class ByName(CodePickler):
 
 # %% ../../nbs/010_job.pickling.ipynb #6000d2a3
 class Script:
-    "Description of the head's script or notebook: its path, its start method, and the pickled functions and classes (`names`) with the source of their cells (`lines`)"
+    "Description of the head's script or notebook: its path, its arguments, its start method, and the pickled functions and classes (`names`) with the source of their cells (`lines`)"
     def __init__(self):
         main = sys.modules['__main__']
-        self.names,self.lines,self.start = {},{},get_start_method(allow_none=True)
+        self.names,self.lines,self.start,self.args = {},{},get_start_method(allow_none=True),list(sys.argv)
         self.path,self.module = getattr(main, '__file__', None),getattr(getattr(main, '__spec__', None), 'name', None)
 
     def write(self,
@@ -191,8 +191,9 @@ class Script:
         if path in linecache.cache and not os.path.exists(path): self.lines[path] = linecache.cache[path][2]
 
     def install(self):
-        "Set names and path of the script in this process's `__main__`, and its start method"
+        "Set names and path of the script in this process's `__main__`, its arguments and its start method"
         main = sys.modules['__main__']
+        sys.argv[:] = self.args
         vars(main).update(self.names, __spec__=ModuleSpec(self.module, None) if self.module else None)
         if self.path: main.__file__ = self.path
         linecache.cache.update({k:(sum(map(len, v)), None, v, k) for k,v in self.lines.items()})

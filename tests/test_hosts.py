@@ -1,0 +1,136 @@
+"One cell on two hosts by SSH, and what befalls it there; where no hosts can be made, it says why"
+import os,signal,subprocess,sys,time
+from threading import Thread
+import pytest,torch
+from fastai.vision.all import *
+from fastdist import *
+from fastdist.base.errors import *
+from fastdist.job.fleet import EngineError
+from hosts import *
+
+pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(240)]
+
+hosts_of = 'fda','fdb'
+
+@pytest.fixture(scope='module')
+def hosts():
+    if why := why_no_hosts(): pytest.skip(why)
+    with ssh_hosts(hosts_of) as h:
+        yield h
+        await_that(lambda: not agents(), 10)
+
+def agents():
+    "Agents and ranks in the hosts"
+    pids = lambda o: subprocess.run(['ip','netns','pids',o], capture_output=True, text=True).stdout.split()
+    return [pid for o in hosts_of for pid in pids(o) if b'be_agent' in said_at(pid)]
+
+def said_at(pid):
+    try: return Path(f'/proc/{pid}/cmdline').read_bytes()
+    except OSError: return b''
+
+def rows(): return [(torch.tensor([i/50, i%7/7]), torch.tensor([i%5/5])) for i in range(53)]
+
+class Rows(list): "A data set of the script's own"
+
+class Counts(Callback):
+    "A callback of the script's own, which comes home with what it has counted"
+    def __init__(self): self.n = 0
+    def after_batch(self): self.n += 1
+
+def learner():
+    set_seed(0)
+    its = Rows(rows())
+    dls = DataLoaders(DataLoader(its[:40], bs=5, shuffle=True, num_workers=2), DataLoader(its[40:], bs=5, num_workers=1))
+    return Learner(dls, nn.Sequential(nn.Linear(2,4), nn.Tanh(), nn.Linear(4,1)), loss_func=MSELossFlat(), metrics=mae, cbs=Counts())
+
+def on(hosts, f, **kw): return Accelerator(nprocs=4, compute_setup='cpu', hosts=hosts.names).distribute(f, **kw)
+
+def place(): return int(os.environ['RANK']),os.environ['GROUP_RANK'],os.environ['MASTER_ADDR'],os.environ['GLOO_SOCKET_IFNAME']
+
+def test_each_host_has_its_ranks_and_secrets_do_not_show(hosts, monkeypatch, capsys):
+    monkeypatch.setenv('WANDB_API_KEY', 'a'*40)
+    def look():
+        print(f'I am rank {os.environ["RANK"]}')
+        return place(),os.environ['WANDB_API_KEY'],'a'*40 in subprocess.run(['ps','axww'], capture_output=True, text=True).stdout
+    found = on(hosts, look, all_ranks=True)()
+    assert [o[0] for o in found]==[(r, str(r//2), f'{hosts.net}.2', 'eth0') for r in range(4)]
+    assert all(o[1:]==('a'*40,False) for o in found)
+    assert 'I am rank 0' in (out := capsys.readouterr().out) and 'I am rank 1' not in out
+
+def test_an_error_has_rank_and_host(hosts):
+    def bad(): raise ValueError('no luck') if os.environ['RANK']=='3' else time.sleep(1)
+    with pytest.raises(RankError, match=r'(?s)rank 3 on fdb failed:.*no luck'): on(hosts, bad)()
+
+def ends(hosts, what, match):
+    "Check that a job ends within ten seconds of `what`, with an error that matches"
+    began = Path(hosts.d)/'began'
+    began.unlink(missing_ok=True)
+    def long():
+        if os.environ['RANK']=='3': began.write_text(str(os.getpid()))
+        time.sleep(100)
+    t = []
+    def act():
+        await_that(lambda: began.exists() and began.read_text(), 60)
+        t.append(time.monotonic())
+        what(int(began.read_text()))
+    Thread(target=act).start()
+    with pytest.raises(RankError, match=match): on(hosts, long)()
+    assert time.monotonic()-t[0]<20 # ten of them until it is noticed that nothing is heard
+    await_that(lambda: not agents(), 20)
+
+def test_a_killed_rank(hosts): ends(hosts, lambda pid: os.kill(pid, signal.SIGKILL), r'rank 3 on fdb failed:\nit ended without a word, killed by SIGKILL')
+
+def test_a_killed_agent(hosts):
+    ends(hosts, lambda pid: os.kill(int(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split()[1]), signal.SIGKILL), r'rank \d on fdb failed:\nits machine was lost: `ssh .* fdb` ended')
+
+def test_a_cut_connection(hosts):
+    def cut(pid): sh('ip link set fdbv down')
+    try: ends(hosts, cut, r'rank \d on fdb failed:\nits machine was lost')
+    finally: sh('ip link set fdbv up')
+
+def test_machines_that_do_not_reach_each_other(hosts):
+    for o in hosts.names: sh(f'bridge link set dev {o}v isolated on')
+    try:
+        with pytest.raises(EngineError, match='fdb cannot reach fda, where rank 0 is, at any of 10.213.77.2'): on(hosts, place)()
+    finally:
+        for o in hosts.names: sh(f'bridge link set dev {o}v isolated off')
+
+def test_a_host_that_lacks_fastdist(hosts):
+    python = shutil.which('python3', path='/usr/bin:/usr/local/bin')
+    with pytest.raises(EngineError, match='(?s)fda cannot run ranks: .*(No module named|not found)'): Accelerator(nprocs=2, hosts=hosts.names, python=python).distribute(place)()
+
+script = """
+import os,sys,time
+from pathlib import Path
+from fastdist import *
+def long():
+    Path(sys.argv[2]).write_text('began')
+    time.sleep(100)
+Accelerator(nprocs=4, hosts=sys.argv[1].split(','), compute_setup='cpu').distribute(long)()
+"""
+
+@pytest.mark.parametrize('sig', [signal.SIGINT,signal.SIGKILL])
+def test_the_head_ends(hosts, tmp_path, sig):
+    (tmp_path/'script.py').write_text(script)
+    p = start(sys.executable, tmp_path/'script.py', ','.join(hosts.names), tmp_path/'began', env=dict(os.environ))
+    try:
+        await_that((tmp_path/'began').exists, 60)
+        p.send_signal(sig)
+        (out,_), = said(p, timeout=20)
+        await_that(lambda: not agents(), 15)
+    finally: p.kill()
+    if sig==signal.SIGINT: assert out.rstrip().endswith('KeyboardInterrupt'), out
+
+def test_a_detached_job_comes_home_to_another_process_with_the_weights_of_here(hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv('FASTDIST_JOBS', str(tmp_path))
+    learn,here = learner(),learner()
+    job = on(hosts, learn.fit_one_cycle, detach='two')(2, 1e-2)
+    with here.no_bar(), here.no_logging(): Accelerator(nprocs=4, compute_setup='cpu').distribute(here.fit_one_cycle)(2, 1e-2)
+    code = "from fastdist import *; job = Accelerator.attach('two'); print(job.wait(100).status); print([p.sum().item() for p in job.result()[0].parameters()])"
+    out,_ = run(sys.executable, '-c', code, **os.environ)
+    job.result()
+    assert out=='done\n'+f'{[p.sum().item() for p in learn.model.parameters()]}\n', out
+    assert 'epoch' in job.log() and 'over ssh' in job.log()
+    for a,b in zip(learn.model.parameters(), here.model.parameters()): assert torch.allclose(a, b, atol=1e-6, rtol=0)
+    assert here.recorder.values==learn.recorder.values and torch.allclose(here.get_preds()[0], learn.get_preds()[0], atol=1e-6)
+    assert learn.counts.n==here.counts.n>0
