@@ -231,7 +231,7 @@ def _sendable(o):
     except TypeError as e: return _Unsent(e)
     return o
 
-# %% ../nbs/902_accelerator.ipynb #f823578d
+# %% ../nbs/902_accelerator.ipynb #4dad9adb
 @patch
 def _detached(self:Accelerator, fun, name, options, *args, **kwargs):
     "Start a process that distributes `fun`, and return its job"
@@ -256,7 +256,7 @@ def _brought_home(held, found, into):
     if into: come_home(*zip(into, states))
     return res
 
-# %% ../nbs/902_accelerator.ipynb #9dec8d12
+# %% ../nbs/902_accelerator.ipynb #842fc22e
 @patch(cls_method=True)
 def attach(cls:Accelerator,
     name:str # Of a job that was detached

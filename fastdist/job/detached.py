@@ -20,7 +20,7 @@ a folder, the job's. Any process that can read the folder follows the job, cance
 # %% auto #0
 __all__ = ['job_folders', 'new_folder', 'find_folder', 'be_detached', 'start_detached', 'DetachedJob']
 
-# %% ../../nbs/019_job.detached.ipynb #ffc1624e
+# %% ../../nbs/019_job.detached.ipynb #4acd9532
 import json,os,pickle,re,signal,subprocess,sys,tempfile,time
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +33,7 @@ from .pickling import *
 from .spawn import *
 from .fleet import *
 
-# %% ../../nbs/019_job.detached.ipynb #4ffc1a1e
+# %% ../../nbs/019_job.detached.ipynb #55ebaff5
 def job_folders(
     env:dict # Environment variables
 )->list: # Folders; a new job is in the first that can be written
@@ -60,7 +60,7 @@ def find_folder(name:str, env:dict)->Path:
     if name in known: return known[name]
     raise FileNotFoundError(f'There is no job {name} in {job_folders(env)[0]}. HINT: {", ".join([*known][-10:]) or "no job was detached by this user on this machine"}')
 
-# %% ../../nbs/019_job.detached.ipynb #a76b7b21
+# %% ../../nbs/019_job.detached.ipynb #6ccf2ab0
 def be_detached(
     d:str # The job's folder
 ):
@@ -82,7 +82,7 @@ def _write_failure(e, d):
     (d/'failure.part').write_bytes(pickle.dumps(known or RankError(None, traceback_text(e), shown=False)))
     (d/'failure.part').replace(d/'failure')
 
-# %% ../../nbs/019_job.detached.ipynb #6d2a5664
+# %% ../../nbs/019_job.detached.ipynb #fd5f8441
 def _began(pid):
     "Return when process `pid` began, in ticks since this machine did, where Linux says so; `None` where there is no such process"
     try: state,began = itemgetter(0,19)(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split())
@@ -111,7 +111,7 @@ def start_detached(
     (d/'job.json').write_text(json.dumps(dict(name=name, pid=p.pid, began=_began(p.pid), when=time.strftime('%F %T'), calls=what)))
     return d
 
-# %% ../../nbs/019_job.detached.ipynb #6787c2a4
+# %% ../../nbs/019_job.detached.ipynb #a0af4430
 class DetachedJob:
     "Job in the folder `d`; `home` gets what its ranks trained and returned"
     def __init__(self, d:Path, home:callable=noop):
@@ -128,7 +128,7 @@ class DetachedJob:
     def _ended(self): return first(k for k,f in (('done','result'),('failed','failure')) if (self.d/f).exists())
     def __repr__(self): return f'{self.name}: {self.status}, began {self.info["when"]}, {self.info["calls"]}'
 
-# %% ../../nbs/019_job.detached.ipynb #caa563d4
+# %% ../../nbs/019_job.detached.ipynb #f279b4d4
 @patch
 def log(self:DetachedJob)->str:
     "Return what the job has printed; of a line that was written again and again, as a progress bar is, the last"
@@ -145,7 +145,7 @@ def wait(self:DetachedJob,
         time.sleep(0.1)
     return self
 
-# %% ../../nbs/019_job.detached.ipynb #d0d6e1c0
+# %% ../../nbs/019_job.detached.ipynb #ac9d3c32
 @patch
 def cancel(self:DetachedJob,
     grace:float=10 # Seconds from the first signal to the last

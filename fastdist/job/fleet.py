@@ -113,7 +113,7 @@ class Node:
     "Agent on the machine `name`, at the other end of `channel`"
     def __init__(self, name:str, channel):
         self.name,self.channel,self.link,self.ranks,self.answers = name,channel,Link(channel.inp, channel.out),{},SimpleQueue()
-        self.heard = None # time of the last frame
+        self.heard,self.began = None,time.monotonic() # time of the last frame
         self.link.open()
         Thread(target=self._read, daemon=True).start()
 
@@ -188,7 +188,7 @@ class Fleet:
         Thread(target=self._ping, daemon=True).start()
         try:
             for i,o in enumerate(self.engine.places): self.nodes.append(Node(o, self.engine.open(i)))
-            self.hellos = [o.answer()[0] for o in self.nodes]
+            self.hellos = [o.answer()[0] | dict(seconds=o.heard-o.began) for o in self.nodes]
             check_versions({o.name:h['versions'] for o,h in zip(self.nodes, self.hellos)})
         except BaseException:
             self.close()
