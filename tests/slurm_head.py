@@ -52,7 +52,7 @@ class ByJob(Faulty):
     "SLURM does to the job what is in `orders`, one after the other"
     orders = ('scancel','--signal','USR2'),('scontrol','requeue')
     def _signal_job(self):
-        n = len(list(self.out.glob('*slurm*')))-1
+        n = len(list(self.out.glob('*-slurm-*')))-1
         subprocess.run([*self.orders[n],os.environ['SLURM_JOB_ID']]) # which the signal may kill too
         end = time.monotonic()+20
         while not self.learn.checkpoint.now.signals.asked and time.monotonic()<end: time.sleep(.01)

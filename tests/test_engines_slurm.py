@@ -1,67 +1,74 @@
 "Ranks in the tasks of a job that `submitit` submits to a real SLURM of two nodes, and in those of its local executor"
-import os,re,signal,subprocess,sys,time
-from contextlib import contextmanager
+import os,re,signal,sys,time
 from pathlib import Path
+from threading import Thread
 import pytest
+from fastdist import *
 from procs import *
 from test_restart import is_exact
-from test_slurm import cluster,end_jobs,idle,sh
+from test_slurm import idle,sh
 
 pytest.importorskip('submitit')
+import slurm_head,test_slurm
+
+cluster = test_slurm.cluster # the fixture
 pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(240)]
 
-def head(env, how, *args, **vars):
-    Path('jobs').mkdir()
-    return start(sys.executable, here/'slurm_head.py', Path.cwd(), how, *args, env=env|dict(OMP_NUM_THREADS='1')|vars)
+def head(env, how, out):
+    Path(out).mkdir()
+    return start(sys.executable, here/'slurm_head.py', out, how, env=env|dict(OMP_NUM_THREADS='1'))
 
-def ended(p, timeout, rc=0):
-    "What a head has said; nothing of its job is left but submitit's log"
-    (out,_), = said(p, timeout=timeout)
-    assert p.returncode==rc, f'exit code {p.returncode}: {out[-3000:]}'
-    assert not list(Path('jobs').glob('fastdist*'))
-    return out
+def left(out): return list(Path(out, 'jobs').glob('fastdist*'))
 
-@pytest.mark.parametrize('kind,node', [('slurm','n2'), ('local','')])
-def test_a_cell_trains_as_on_this_node(cluster, kind, node):
-    out = ended(head(cluster, 'same', kind), 150)
+def test_a_cell_trains_as_on_this_node(cluster):
+    out = output(head(cluster, 'same', Path.cwd()/'same'), timeout=200)
     gap,rows,acc = re.search(r'gap (\S+), rows (\d), accuracy (\S+)', out).groups()
-    assert float(gap)<1e-6 and rows=='2' and float(acc)>.7 and re.search(rf'rank 3 on {node}.* failed: ValueError: lost', out), out[-3000:]
-    assert f'from fastdist over {"slurm" if kind=="slurm" else "submitit"}' in out and out.count('fastdist: 4 ranks on')==2
+    assert float(gap)<1e-6 and rows=='2' and float(acc)>.7 and 'rank 3 on n2 failed: ValueError: lost' in out, out[-3000:]
+    assert 'fastdist: 4 ranks on 2 nodes, cpu over gloo, from fastdist over slurm' in out and not left('same')
     await_that(lambda: idle(cluster), 15)
 
-@contextmanager
-def job_that_stays(env):
-    "A head, its job, and of each rank the process and its agent's"
-    p = head(env, 'stays')
-    try:
-        pids = lambda: [list(map(int, o.read_text().split())) for o in sorted(Path.cwd().glob('?.pid'))]
-        await_that(lambda: [len(o) for o in pids()]==[2,2], 90)
-        yield p,re.search(r'\d+', next(Path('jobs').glob('*_submission.sh')).name)[0],pids()
-        await_that(lambda: not any(alive(o) for pair in pids() for o in pair) and idle(env), 20)
-    finally:
-        p.kill()
-        end_jobs(env)
+@pytest.fixture
+def here_is_head(cluster, monkeypatch):
+    for k in ('PATH','SLURM_CONF'): monkeypatch.setenv(k, cluster[k])
+    return lambda kind='slurm': Accelerator(nprocs=2, compute_setup='cpu', engine=slurm_head.engine(kind, 'jobs'))
 
-def ctrl_c(env, p, job, pids): p.send_signal(signal.SIGINT)
-def scancel(env, p, job, pids): sh(f'scancel {job}', env)
-def kill_task(env, p, job, pids): os.kill(pids[1][1], signal.SIGKILL)
+def where():
+    w = this_world()
+    return w.rank,w.local_rank,w.node_rank,w.source
 
-@pytest.mark.parametrize('fault,rc,words', [(ctrl_c,-2,'KeyboardInterrupt'), (scancel,1,'is CANCELLED'), (kill_task,1,'rank 1 on n2 failed')])
-def test_a_job_that_is_ended_names_its_node_and_leaves_nothing(cluster, fault, rc, words):
-    with job_that_stays(cluster) as (p,job,pids):
-        fault(cluster, p, job, pids)
-        began = time.monotonic()
-        out = ended(p, 30, rc)
-        assert words in out and time.monotonic()-began<(10 if rc<0 else 18), (time.monotonic()-began,out[-3000:])
-        assert rc<0 or re.search(r'rank \d on n\d failed', out), out[-3000:]
+def test_the_local_executor_has_one_node(here_is_head):
+    assert here_is_head('local').distribute(where, all_ranks=True)()==[(i,i,0,'fastdist over submitit') for i in range(2)]
+    assert not left('')
 
-def test_the_job_ends_with_its_head(cluster):
-    with job_that_stays(cluster) as (p,job,pids):
-        p.kill()
-        await_that(lambda: not list(Path('jobs').glob('fastdist*')), 20)
+def pids(out): return [list(map(int, o.read_text().split())) for o in sorted(Path(out).glob('?.pid'))] # of each rank and of its agent
+def begun(out): await_that(lambda: [len(o) for o in pids(out)]==[2,2], 90)
+def gone(out): return not left(out) and not any(alive(o) for pair in pids(out) for o in pair)
+def scancel(): sh(f'scancel {re.search("[0-9]+", next(Path("jobs").glob("*_submission.sh")).name)[0]}', os.environ)
+def kill_task(): os.kill(pids('.')[1][1], signal.SIGKILL)
 
-def test_a_job_that_is_preempted_and_queued_again_goes_on(cluster):
-    "A signal before the time is up, for which the head queues the job again, and a `scontrol requeue`"
-    out = ended(head(cluster, 'resumes', FAULTS='0:slurm:20,0:slurm:42'), 200)
+@pytest.mark.parametrize('fault,words,secs', [(scancel,'is CANCELLED',10), (kill_task,'',18)])
+def test_what_ends_a_job_is_named(here_is_head, cluster, capfd, fault, words, secs):
+    at = []
+    Thread(target=lambda: begun('.') or fault() or at.append(time.monotonic()), daemon=True).start()
+    with pytest.raises(RankError, match=r'rank \d on n2 failed' if fault is kill_task else r'rank \d on n\d failed'): here_is_head().distribute(slurm_head.stays)('.')
+    assert time.monotonic()-at[0]<secs and words in capfd.readouterr().err and gone('.')
+    await_that(lambda: idle(cluster), 15)
+
+def test_ctrl_c_and_the_end_of_the_head_end_the_job(cluster):
+    outs,ps = [Path.cwd()/o for o in ('interrupted','killed')],[]
+    for o,s in zip(outs, (signal.SIGINT,signal.SIGKILL)): # the second job may wait until the first has ended
+        ps.append(head(cluster, 'stays', o))
+        begun(o)
+        ps[-1].send_signal(s)
+    (out,_),_ = said(*ps, timeout=30)
+    assert out.rstrip().endswith('KeyboardInterrupt'), out[-3000:]
+    await_that(lambda: all(map(gone, outs)) and idle(cluster), 20)
+
+def test_a_job_that_is_queued_again_goes_on(here_is_head, monkeypatch, capfd):
+    "After a signal before its time is up, for which the head queues it again, and after a `scontrol requeue`"
+    monkeypatch.setenv('FAULTS', '0:slurm:20,0:slurm:42')
+    here_is_head().distribute(slurm_head.resumes)(str(Path.cwd()))
+    out = ''.join(capfd.readouterr())
     assert [out.count(o) for o in ('was asked to stop (SIGUSR2)','SIGTERM: the training stops','goes on in fit')]==[1,1,1], out[-3000:]
+    monkeypatch.delenv('FAULTS') # or the run that it is compared with would have them
     is_exact(Path.cwd(), 2)

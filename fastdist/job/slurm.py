@@ -317,6 +317,7 @@ def again(self:JobTasks,
     state,restarts = job_state(self.job)
     if state in _over: return self._tell(f'is {state}') or False
     if not (restarts>self.run or state in _moving or isinstance(e, Preempted) and self._requeue()): return False
+    if state!='RUNNING': self._tell(f'is {state}: {str(e).splitlines()[0]}')
     self.cause = e
     self._begin_run(max(self.run+1, restarts))
     return True
