@@ -15,7 +15,7 @@ __all__ = ['Accelerator', 'engine_of', 'CastBatch', 'unwrapped']
 
 # %% ../nbs/902_accelerator.ipynb #fd9173e3
 import inspect,cloudpickle,os,time,torch
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from io import BytesIO
@@ -33,6 +33,7 @@ from .job.pickling import *
 from .job.spawn import *
 from .job.fleet import *
 from .job.ssh import *
+from .job.slurm import *
 from .job.detached import *
 from .comm.collectives import *
 from .state.snapshot import *
@@ -52,7 +53,7 @@ class Accelerator(RankAccelerator):
         backend:str=None, # Of the process group: 'nccl' or 'gloo'; the device's own by default
         dtype:torch.dtype=None, # Of models and of float data; what they have by default
         hosts:list=None, # Destinations for `ssh` on which the ranks run, in equal numbers; by default they run on this node
-        engine=None, # What else starts ranks on other machines
+        engine=None, # What else starts ranks: an executor of `submitit`, for the tasks of a SLURM job
         python:str=None, # Interpreter on `hosts`; the path of this one by default
         **kwargs
     ):
@@ -66,6 +67,8 @@ def engine_of(
     "Return what starts the ranks; raise `OptionError` where options contradict each other"
     if hosts is not None and engine is not None: raise OptionError('engine', engine, 'you set hosts too. HINT: one of them')
     if python and hosts is None: raise OptionError('python', python, 'it is the interpreter on hosts. HINT: set hosts too')
+    if is_executor(engine): return JobTasks(engine, nprocs)
+    if not (engine is None or hasattr(engine, 'open')): raise OptionError('engine', engine, 'it is none. HINT: an executor of submitit, or hosts=[…] for machines that ssh reaches')
     if hosts is None: return engine
     res = SSHHosts(hosts, python)
     deal(nprocs, res.places)
@@ -205,9 +208,8 @@ def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, 
     if start=='fork' and self._engine: raise OptionError('start', 'fork', 'ranks on other machines are no copies of this process. HINT: leave it out')
     if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
     held = self._held(instance, fun, args, kwargs, start)
-    with Fleet(self._engine) if self._engine else nullcontext() as fleet:
-        call = partial(_in_rank, self, fun, args, kwargs, held, instance is not None)
-        res = start_ranks(call, self._nprocs, start, all_ranks, show_all, fleet and fleet.start)
+    start_all = partial(start_on, self._engine) if self._engine else start_ranks
+    res = start_all(partial(_in_rank, self, fun, args, kwargs, held, instance is not None), self._nprocs, start, all_ranks, show_all)
     all_ = res if all_ranks else [res]
     if held: come_home(*zip(held, [s | dict(returned=[o for o,_ in all_]) for s in all_[0][1]]))
     values = [o for o,_ in all_] if held else all_

@@ -54,7 +54,7 @@ def pytest_unconfigure(): gc.unfreeze() # or nanobind tells of leaks
 
 class OneByOne(LoadScopeScheduling):
     "Each test goes to the worker that is free, but for those that share what takes long to make or keeps all cores busy, which one worker does first"
-    together = 'test_faults','test_users','test_slurm'
+    together = 'test_faults','test_users','test_slurm','test_engines_slurm'
     def _split_scope(self, nodeid): return 'together' if any(f'{o}.py' in nodeid for o in self.together) else nodeid
 
 def pytest_xdist_make_scheduler(config, log): return OneByOne(config, log)

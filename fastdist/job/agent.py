@@ -192,7 +192,7 @@ def _check(self:Agent, ranks):
 
 def _pass(ranks, rank, number, **_):
     for p in ranks.procs:
-        if p.rank==rank: p.send(number) if number!=signal.SIGKILL else p.kill()
+        if rank in (p.rank,None): p.send(number) if number!=signal.SIGKILL else p.kill()
 
 # %% ../../nbs/014_job.agent.ipynb #a14f3387
 @patch

@@ -12,6 +12,8 @@ ends ranks need not know where they run.
 | `name` | of the engine, for the line at the start of a fit |
 | `places` | name of the machine of each agent; agents with one name share a machine |
 | `open(i)` | start agent `i`; returns a channel |
+| `again(e)` | if it has that: whether agents can be started again after they have ended by the error `e`, and the ranks with them |
+| `close()` | if it has that: end everything; called after the last agents |
 
 | a channel has | meaning |
 |---|---|
@@ -23,7 +25,7 @@ ends ranks need not know where they run.
 
 # %% auto #0
 __all__ = ['agent_code', 'RemoteRank', 'EngineError', 'Node', 'check_versions', 'deal', 'travelling', 'Fleet', 'own_path',
-           'Command']
+           'Command', 'start_on']
 
 # %% ../../nbs/015_job.fleet.ipynb #45e7ca66
 import os,shlex,signal,sys,time
@@ -182,7 +184,7 @@ def travelling(
 # %% ../../nbs/015_job.fleet.ipynb #e6f6c3be
 class Fleet:
     "Agents on the machines of `engine`, and their ranks"
-    def __init__(self, engine): self.engine,self.nodes,self.done = engine,[],Event()
+    def __init__(self, engine): self.engine,self.nodes,self.done,self.again = engine,[],Event(),False
 
     def __enter__(self):
         Thread(target=self._ping, daemon=True).start()
@@ -190,15 +192,18 @@ class Fleet:
             for i,o in enumerate(self.engine.places): self.nodes.append(Node(o, self.engine.open(i)))
             self.hellos = [o.answer()[0] | dict(seconds=o.heard-o.began) for o in self.nodes]
             check_versions({o.name:h['versions'] for o,h in zip(self.nodes, self.hellos)})
-        except BaseException:
-            self.close()
+        except BaseException as e:
+            self.close(e)
             raise
         return self
 
-    def __exit__(self, *args): self.close()
+    def __exit__(self, kind, e, tb): self.close(e)
 
-    def close(self):
-        "End the agents"
+    def close(self,
+        e:BaseException=None # Error that ends them
+    ):
+        "End the agents; `again` says whether the engine can start others then"
+        if e is not None: self.again = getattr(self.engine, 'again', ret_false)(e)
         self.done.set()
         for o in self.nodes: o.link.send('end') or o.link.close()
         for o in self.nodes: o.channel.close()
@@ -277,3 +282,19 @@ class Command:
         except TimeoutExpired: self.p.kill() or self.p.wait()
         self.reader.join(1)
         if not self.reader.is_alive(): self.p.stderr.close()
+
+# %% ../../nbs/015_job.fleet.ipynb #a1c70002
+def start_on(
+    engine, # Starts the agents
+    fun:callable, n:int, # As for `start_ranks`
+    *args # More for `start_ranks`
+):
+    "Return the result of `start_ranks` on the agents of `engine`, which are started again as often as it says"
+    try:
+        while True:
+            fleet = Fleet(engine)
+            try:
+                with fleet: return start_ranks(fun, n, *args, places=fleet.start)
+            except BaseException:
+                if not fleet.again: raise
+    finally: getattr(engine, 'close', noop)()

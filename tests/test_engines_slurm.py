@@ -1,0 +1,74 @@
+"Ranks in the tasks of a job that `submitit` submits to a real SLURM of two nodes, and in those of its local executor"
+import os,re,signal,sys,time
+from pathlib import Path
+from threading import Thread
+import pytest
+from fastdist import *
+from procs import *
+from test_restart import is_exact
+from test_slurm import idle,sh
+
+pytest.importorskip('submitit')
+import slurm_head,test_slurm
+
+cluster = test_slurm.cluster # the fixture
+pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(240)]
+
+def head(env, how, out):
+    Path(out).mkdir()
+    return start(sys.executable, here/'slurm_head.py', out, how, env=env|dict(OMP_NUM_THREADS='1'))
+
+def left(out): return list(Path(out, 'jobs').glob('fastdist*'))
+
+def test_a_cell_trains_as_on_this_node(cluster):
+    out = output(head(cluster, 'same', Path.cwd()/'same'), timeout=200)
+    gap,rows,acc = re.search(r'gap (\S+), rows (\d), accuracy (\S+)', out).groups()
+    assert float(gap)<1e-6 and rows=='2' and float(acc)>.7 and 'rank 3 on n2 failed: ValueError: lost' in out, out[-3000:]
+    assert 'fastdist: 4 ranks on 2 nodes, cpu over gloo, from fastdist over slurm' in out and not left('same')
+    await_that(lambda: idle(cluster), 15)
+
+@pytest.fixture
+def here_is_head(cluster, monkeypatch):
+    for k in ('PATH','SLURM_CONF'): monkeypatch.setenv(k, cluster[k])
+    return lambda kind='slurm': Accelerator(nprocs=2, compute_setup='cpu', engine=slurm_head.engine(kind, 'jobs'))
+
+def where():
+    w = this_world()
+    return w.rank,w.local_rank,w.node_rank,w.source
+
+def test_the_local_executor_has_one_node(here_is_head):
+    assert here_is_head('local').distribute(where, all_ranks=True)()==[(i,i,0,'fastdist over submitit') for i in range(2)]
+    assert not left('')
+
+def pids(out): return [list(map(int, o.read_text().split())) for o in sorted(Path(out).glob('?.pid'))] # of each rank and of its agent
+def begun(out): await_that(lambda: [len(o) for o in pids(out)]==[2,2], 90)
+def gone(out): return not left(out) and not any(alive(o) for pair in pids(out) for o in pair)
+def scancel(): sh(f'scancel {re.search("[0-9]+", next(Path("jobs").glob("*_submission.sh")).name)[0]}', os.environ)
+def kill_task(): os.kill(pids('.')[1][1], signal.SIGKILL)
+
+@pytest.mark.parametrize('fault,words,secs', [(scancel,'is CANCELLED',10), (kill_task,'',18)])
+def test_what_ends_a_job_is_named(here_is_head, cluster, capfd, fault, words, secs):
+    at = []
+    Thread(target=lambda: begun('.') or fault() or at.append(time.monotonic()), daemon=True).start()
+    with pytest.raises(RankError, match=r'rank \d on n2 failed' if fault is kill_task else r'rank \d on n\d failed'): here_is_head().distribute(slurm_head.stays)('.')
+    assert time.monotonic()-at[0]<secs and words in capfd.readouterr().err and gone('.')
+    await_that(lambda: idle(cluster), 15)
+
+def test_ctrl_c_and_the_end_of_the_head_end_the_job(cluster):
+    outs,ps = [Path.cwd()/o for o in ('interrupted','killed')],[]
+    for o,s in zip(outs, (signal.SIGINT,signal.SIGKILL)): # the second job may wait until the first has ended
+        ps.append(head(cluster, 'stays', o))
+        begun(o)
+        ps[-1].send_signal(s)
+    (out,_),_ = said(*ps, timeout=30)
+    assert out.rstrip().endswith('KeyboardInterrupt'), out[-3000:]
+    await_that(lambda: all(map(gone, outs)) and idle(cluster), 20)
+
+def test_a_job_that_is_queued_again_goes_on(here_is_head, monkeypatch, capfd):
+    "After a signal before its time is up, for which the head queues it again, and after a `scontrol requeue`"
+    monkeypatch.setenv('FAULTS', '0:slurm:20,0:slurm:42')
+    here_is_head().distribute(slurm_head.resumes)(str(Path.cwd()))
+    out = ''.join(capfd.readouterr())
+    assert [out.count(o) for o in ('was asked to stop (SIGUSR2)','SIGTERM: the training stops','goes on in fit')]==[1,1,1], out[-3000:]
+    monkeypatch.delenv('FAULTS') # or the run that it is compared with would have them
+    is_exact(Path.cwd(), 2)
