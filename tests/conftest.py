@@ -85,9 +85,9 @@ def small_units(request, monkeypatch):
 
 @pytest.fixture(scope='session')
 def warm():
-    "Runs a launcher in a fork of a process that has torch and fastai"
+    "Runs a launcher in a fork of a process that has torch and fastai, or starts one"
     res = Warm()
-    yield res.run
+    yield res
     res.close()
 
 def pytest_terminal_summary(terminalreporter, config):

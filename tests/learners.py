@@ -8,8 +8,10 @@ from sklearn.datasets import load_digits
 
 warnings.filterwarnings('ignore')
 
+_digits = load_digits(return_X_y=True) # read before ranks are forked
+
 def digits(n=360, bs=16, dls_kw=None, **kw):
-    xs,ys = load_digits(return_X_y=True)
+    xs,ys = _digits
     data = [(torch.tensor(x).float()/16, int(y)) for x,y in zip(xs[:n], ys[:n])]
     cut = n*4//5
     dls = DataLoaders.from_dsets(data[:cut], data[cut:], bs=bs, num_workers=0, device='cpu', **(dls_kw or {}))

@@ -61,16 +61,38 @@ class Warm:
             c.send(job)
             return SimpleNamespace(**c.recv())
 
-    def run(self, *cmd, rc=0, timeout=110, **vars):
+    def __call__(self, *cmd, rc=0, timeout=110, **vars):
         "As `run`, for `torchrun`, `accelerate` and `python`"
         p = self.ask(cmd=list(map(str, cmd)), env=env|vars, cwd=os.getcwd(), timeout=timeout)
         assert p.code==rc and not p.left, f'exit code {p.code}, left {p.left}:\n{p.out[-2000:]}\n{p.err[-5000:]}'
         return p.out,p.err
 
+    def start(self, *cmd, timeout=110, **vars): return Job(self.at, cmd=list(map(str, cmd)), env=env|vars, cwd=os.getcwd(), timeout=timeout)
+
     def close(self):
         self.server.terminate()
         self.server.communicate()
         self.d.cleanup()
+
+class Job:
+    "A launcher that runs in a fork, for a test that does something to it meanwhile: as a `Popen`, of which nothing is left once it has ended"
+    def __init__(self, at, **job):
+        self.conn,self.returncode = Client(at),None
+        self.conn.send(job|dict(told=True))
+        self.pid = self.conn.recv()
+
+    def poll(self): return self.returncode if self.returncode is not None or not self.conn.poll() else self.communicate() and self.returncode
+
+    def communicate(self, timeout=None):
+        if self.returncode is None:
+            if not self.conn.poll(timeout): raise subprocess.TimeoutExpired('a launcher in a fork', timeout)
+            res = SimpleNamespace(**self.conn.recv())
+            assert not res.left, f'left {res.left}:\n{res.out[-2000:]}\n{res.err[-5000:]}'
+            self.returncode,self.said = res.code,(res.out,res.err)
+        return self.said
+
+    def end(self):
+        if self.poll() is None: os.killpg(self.pid, signal.SIGKILL)
 
 # Debian's packages
 

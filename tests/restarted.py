@@ -1,6 +1,6 @@
 """Train as `examples/resume.py` does, and be disturbed: `restarted.py FOLDER [HOW]`
 
-`FAULTS=0:kill:30,1:SIGTERM:50` does what is named to ranks 0 and 1 after so many batches, each once: `kill`, `agent` (this rank and the torchrun that has started it), `raise`, a signal, `interrupt`, or `slurm`, which has SLURM signal the job as `--signal` does; `all:kill:30` to each rank."""
+`FAULTS=0:kill:30,1:SIGTERM:50` does what is named to ranks 0 and 1 after so many batches, each once: `kill`, `agent` (this rank and the torchrun that has started it), `raise`, a signal, `interrupt`, or `slurm`, which has SLURM signal the job as `--signal` does; `all:kill:30` to each rank. `AT_FIRST=2` begins with so many ranks: fewer wait until their launcher ends them."""
 import json,os,signal,subprocess,sys,time
 sys.path.append(os.path.join(os.path.dirname(__file__), '../examples'))
 from resume import *
@@ -21,7 +21,9 @@ class Faulty(Callback):
         if what=='raise': raise ValueError('a bad batch')
         if what=='interrupt': raise KeyboardInterrupt
         if what=='slurm': return self._signal_job()
-        if what=='agent': os.kill(os.getppid(), signal.SIGKILL)
+        if what=='agent':
+            signal.signal(signal.SIGINT, signal.SIG_IGN) # which torch has a rank get when its agent dies, and which may come before the kill
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), getattr(signal, what if what.startswith('SIG') else 'SIGKILL'))
 
     def _signal_job(self):
@@ -33,7 +35,9 @@ def main(out, *how):
     if 'head' in how: Accelerator(nprocs=2, compute_setup='cpu').distribute(disturbed, start='fork')(out)
     else: disturbed(out)
 
-def disturbed(out): write(out, train(f'{out}/states', 5, [Faulty(out)]))
+def disturbed(out):
+    while this_world().size<int(os.environ.get('AT_FIRST', 1)) and not Path(f'{out}/states').exists(): signal.pause()
+    write(out, train(f'{out}/states', 5, [Faulty(out)]))
 
 def write(out, learn):
     "Keep what the test compares"

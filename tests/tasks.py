@@ -40,6 +40,10 @@ class Shaped(nn.Module):
         self.lin,self.shape = nn.Linear(8,math.prod(shape)),shape
     def forward(self, x): return self.lin(x).view(-1, *self.shape)
 
+class Positive(Shaped):
+    "Predictions above 0, or a logarithm in `msle` has no value, or makes much of the last bit of one near -1"
+    def forward(self, x): return F.softplus(super().forward(x))
+
 def two(n, g): return torch.randint(0, 2, (n,), generator=g)
 def all_three(n, g): return torch.arange(n)%3
 def kinds(n, g): return torch.randint(0, 3, (n,), generator=g)
@@ -54,7 +58,7 @@ multi = [accuracy_multi, F1ScoreMulti(), PrecisionMulti(), RecallMulti(), Hammin
 # One process itself refuses some metrics of few samples
 tasks = dict(binary=(two, partial(Shaped, 2), Parts(), lambda n: binary))
 tasks['classes'] = all_three,partial(Shaped, 3),CrossEntropyLossFlat(),lambda n: classes+[RocAuc()][:n>2]
-tasks['regression'] = numbers,partial(Shaped, 1),MSELossFlat(),lambda n: regression+[PearsonCorrCoef()][:n>1]
+tasks['regression'] = numbers,partial(Positive, 1),MSELossFlat(),lambda n: regression+[PearsonCorrCoef()][:n>1]
 tasks['multi'] = several,partial(Shaped, 3),BCEWithLogitsLossFlat(),lambda n: multi+[RocAucMulti()][:n>7]
 tasks['pixels'] = pixels,partial(Shaped, 2, 2, 2),CrossEntropyLossFlat(axis=1),lambda n: [Dice(), JaccardCoeff(), DiceMulti(), JaccardCoeffMulti()]
 tasks['tokens'] = tokens,partial(Shaped, 4, 5),CrossEntropyLossFlat(),lambda n: [CorpusBLEUMetric(5), Perplexity(), accuracy]

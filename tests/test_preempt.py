@@ -26,6 +26,16 @@ def trains(path, p, n):
     assert p.poll() is None, p.communicate()
     return [int(f.suffix[1:]) for f in sorted(path.glob('*.*'))]
 
+@pytest.fixture
+def start_warm(warm):
+    "The same in a fork of a process that has torch and fastai"
+    jobs = []
+    def start(*cmd):
+        jobs.append(warm.start(*cmd))
+        return jobs[-1]
+    yield start
+    for o in jobs: o.end()
+
 def stopped(p, tmp_path, rc, secs=15):
     "What `p` says; it ends with `rc`, soon, and leaves nothing"
     out,err = p.communicate(timeout=secs)
@@ -41,9 +51,9 @@ def test_a_plain_script(warm, tmp_path, sig, rc):
 
 @mark
 @pytest.mark.parametrize('sig,rc', [(signal.SIGTERM,143), (signal.SIGUSR1,138)])
-def test_a_signal_to_all_processes_comes_to_workers_too(start, tmp_path, sig, rc):
+def test_a_signal_to_all_processes_comes_to_workers_too(start_warm, tmp_path, sig, rc):
     "As SLURM sends it"
-    p = start(sys.executable, script, tmp_path)
+    p = start_warm(sys.executable, script, tmp_path)
     trains(tmp_path, p, 1)
     os.killpg(p.pid, sig)
     stopped(p, tmp_path, rc)
@@ -62,9 +72,9 @@ def test_torchrun_without_restarts(warm, tmp_path, ranks):
     test_eq([len(states(tmp_path)[0]),states(tmp_path)[1]], [1,3])
 
 @mark
-def test_torchrun_is_asked_to_stop(start, tmp_path):
+def test_torchrun_is_asked_to_stop(start_warm, tmp_path):
     "It passes the signal on, and `timeout` and SLURM send it to the ranks besides"
-    p = start(*torchrun(script, tmp_path))
+    p = start_warm(*torchrun(script, tmp_path))
     pids = trains(tmp_path, p, 2)
     for pid in (p.pid,*pids): os.kill(pid, signal.SIGTERM)
     err = stopped(p, tmp_path, 1, 40)
@@ -87,8 +97,8 @@ def test_a_head_without_a_checkpoint_ends_as_before(warm, tmp_path):
     warm(sys.executable, script, tmp_path, 'head', 'fork', 'quiet', rc=-signal.SIGTERM, ASK='SIGTERM:head')
 
 @mark
-def test_notebook_launcher(start, tmp_path):
-    p = start(sys.executable, script, tmp_path, 'notebook', free_port())
+def test_notebook_launcher(start_warm, tmp_path):
+    p = start_warm(sys.executable, script, tmp_path, 'notebook', free_port())
     trains(tmp_path, p, 2)
     os.kill(p.pid, signal.SIGTERM)
     stopped(p, tmp_path, 1, 20)

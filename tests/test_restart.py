@@ -32,15 +32,17 @@ def test_torchrun_starts_it_again(warm, tmp_path):
     is_exact(tmp_path, 2)
 
 def test_torchrun_goes_on_with_fewer_nodes(warm, tmp_path):
-    meets = f'127.0.0.1:{free_port()}','join_timeout=60,last_call_timeout=1,keep_alive_interval=1,read_timeout=5'
+    "The second agent may come when the first has begun alone, whose rank waits then; an agent is taken for dead after six seconds without a sign of life"
+    once = dict(AT_FIRST='2', TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1') # torch's agent of rank 0 tells its shared store's address in the first round alone, and who comes later waits for it in vain
+    meets = f'127.0.0.1:{free_port()}','join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6'
     args = '--nnodes','1:2','--nproc_per_node',1,'--max-restarts',3,'--rdzv_id','here','--rdzv_backend','c10d','--rdzv_endpoint',meets[0],'--rdzv_conf',meets[1]
-    def agent(faults, rc=0): return warm(bin_/'torchrun', *args, script, tmp_path, FAULTS=faults, rc=rc, timeout=120)
+    def agent(faults, rc=0): return warm(bin_/'torchrun', *args, script, tmp_path, FAULTS=faults, rc=rc, **once, timeout=120)
     with ThreadPoolExecutor(2) as pool:
         stays,_ = pool.submit(agent, '1:agent:30'),await_that(lambda: served(meets[0]), 30)
         pool.submit(agent, '1:agent:30', -9).result()
         out,err = stays.result()
     assert '2 ranks on 2 nodes' in out and 'goes on in fit 1' in out
-    assert 'it ended without a word' in err or 'because rank 1 failed' in err # torch interrupts a rank whose agent has died, which may come before the kill
+    assert 'it ended without a word' in err, err[-3000:]
     for a,b in zip(numbers(tmp_path), undisturbed(2)): test_close(a, b, 1e-4)
 
 def served(at):

@@ -2,7 +2,7 @@
 
 Each file in `users/` is one, and is found by itself. Comments in its first lines say what is expected of it:
 
-- `ranks: 3` instead of two, `start: python` where the script starts its ranks by itself, `under: torchrun, kernel` for real launchers besides
+- `ranks: 3` instead of two, `start: python` where the script starts its ranks by itself, `under: torchrun, kernel` for launchers in place of forks, which do what those ranks do; an error of ranks is shown under a launcher and by forks
 - `compared: steps` where augmentation or dropout is each rank's own, and only the number of steps must be that of one process
 - `shows: REGEX` for what the terminal must show, which one process does not; `alone: no` where nothing can be compared
 - `fails: REGEX` for an error that ends it within seconds and is shown once; `last: REGEX` for the line of the script that is the last one shown; `hides: REGEX` for what must not be
@@ -33,7 +33,9 @@ def wishes(path):
     return SimpleNamespace(path=path, n=int(said['ranks'][0]), alone=said['alone']==['yes'], shows=said['shows'], hides=said['hides'], fails=said['fails'], last=said['last'], start=said['start'][0],
         exact=said['compared']==['all'], under=', '.join(said['under']).split(', ') if said['under'] else [])
 
-cases = [(name,how) for name,path in scripts.items() for how in ('fork',*wishes(path).under)]
+def ways(w): return ['fork']*(not w.under or bool(w.fails) and w.start=='ranks')+w.under # a launcher ends the other ranks of one that fails, forks end by themselves
+
+cases = [(name,how) for name,path in scripts.items() for how in ways(wishes(path))]
 
 def command(how, path, n):
     "What a person types to start the script at `path` on `n` ranks"

@@ -117,8 +117,9 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, o):
         "Return a description of tensor `o`, and store its bytes in `tensors`; `None` for other objects"
         if not isinstance(o, torch.Tensor) or o.layout!=torch.strided or o.is_quantized: return
-        raw,start = torch.empty(o.numel(), dtype=o.dtype).copy_(o.detach().reshape(-1)).view(torch.uint8),self.end
-        self.tensors.append(F.pad(raw, (0, -len(raw)%16)))
+        with torch._C.DisableTorchFunctionSubclass(): # fastai's classes take a way through Python for each operation
+            raw,start = torch.empty(o.numel(), dtype=o.dtype).copy_(o.detach().reshape(-1)).view(torch.uint8),self.end
+            self.tensors.append(F.pad(raw, (0, -len(raw)%16)))
         self.end += len(self.tensors[-1])
         return start,len(raw),o.dtype,tuple(o.shape),torch.Tensor if isinstance(o, torch.nn.Parameter) else type(o)
 

@@ -267,8 +267,10 @@ def install_fault()->str: # Empty where all is well
 # %% ../../nbs/005_job.world.ipynb #1fd22d3b
 newest_tried = dict(torch='2.15', fastai='2.8', accelerate='1.15') # in nbs/reference/versions.csv, but for the last number
 
+def _imported(name): return getattr(sys.modules.get(name), '__version__', None) or version(name) # the latter reads a file of many pages
+
 def untried(
-    installed:callable=version # Returns the version of a package
+    installed:callable=_imported # Returns the version of a package
 )->str: # Empty where there is none
     "Return the packages that are newer than what was tried, in one line"
     minor = lambda s: tuple(int(o) for o in re.findall(r'\d+', s)[:2])

@@ -261,18 +261,26 @@ def _read(dl, i):
 
 def _same(a, b): return type(a) is type(b) and (torch.equal(a, b) if isinstance(a, Tensor) else a==b)
 
+# %% ../../nbs/415_state.rewind.ipynb #5d01aa2b
+def _reached(dl):
+    "Return a `Rewind` of what reading a sample leads to, with pairs `own` of its generators and what gets their states"
+    res = Rewind(dl.dataset, getattr(dl, 'after_item', None), getattr(dl, 'create_item', None), spare=2**24)
+    drawing = [o for o in res.seen.values() if isinstance(o, tuple(generator_kinds)) and not isinstance(o, random.SystemRandom)]
+    res.own = [(o,get) for o in drawing for cls,(get,_) in generator_kinds.items() if isinstance(o, cls)]
+    return res
+
 def fixed_values(
     dl, # fastai or torch `DataLoader` of a data set with an index
-    i:int # Number of the sample
+    i:int, # Number of the sample
+    back:Rewind=None # From `_reached`, where several samples are read
 )->dict: # As from `sample_values`; empty for a sample that cannot be read, or is drawn by a generator of its own
     "Return what sample `i` of `dl` consists of, without what depends on random numbers; everything is as before"
-    back = Rewind(dl.dataset, getattr(dl, 'after_item', None), getattr(dl, 'create_item', None), spare=2**24)
-    own = [(o,get) for o in back.seen.values() for cls,(get,_) in generator_kinds.items() if isinstance(o, cls) and not isinstance(o, random.SystemRandom)]
-    states,found = [get(o) for o,get in own],[]
+    back = back or _reached(dl)
+    states,found = [get(o) for o,get in back.own],[]
     try:
         for seed in (1,2):
             with RandomStream(seed): found.append(_read(dl, i))
-        if all(same_value(s, get(o)) for s,(o,get) in zip(states, own)): return {k:v for k,v in found[0].items() if _same(v, found[1].get(k))}
+        if all(same_value(s, get(o)) for s,(o,get) in zip(states, back.own)): return {k:v for k,v in found[0].items() if _same(v, found[1].get(k))}
     except RankError: raise
     except Exception: pass
     finally: back.restore()
@@ -293,9 +301,9 @@ class Samples:
             dl = getattr(dl, '__dict__', {}).get('dl', dl)
             if any(dl is o for o in self.seen) or not self._has_index(dl): continue
             self.seen.append(dl)
-            n = len(dl.dataset)
+            n,back = len(dl.dataset),_reached(dl) if time.monotonic()<end else None
             for i in dict.fromkeys((0, n//2, n-1)):
-                if time.monotonic()<end: res[f'{use} samples'] = res.get(f'{use} samples', {}) | {f'{k} of {use} sample {i}':v for k,v in fixed_values(dl, i).items()}
+                if time.monotonic()<end: res[f'{use} samples'] = res.get(f'{use} samples', {}) | {f'{k} of {use} sample {i}':v for k,v in fixed_values(dl, i, back).items()}
         return res
 
     def _has_index(self, dl):

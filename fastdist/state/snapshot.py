@@ -166,6 +166,10 @@ def _set_lists(opt, lists):
         for group,ps in zip(torch_opt.param_groups, lists): group['params'] = ps
 
 # %% ../../nbs/402_state.snapshot.ipynb #f3fbe751
+_plain = {int,float,bool,str,bytes,type(None)}
+
+def _same_plain(a, b): return list(map(type, a))==list(map(type, b)) and list(a)==list(b) # a state of Python's generator has 625 numbers
+
 def same_value(
     a, # A value
     b # A value
@@ -173,7 +177,7 @@ def same_value(
     "Return whether `a` and `b` are the same, tensors and arrays to the bit"
     if a is b or type(a) is not type(b): return a is b
     if isinstance(a, dict): return a.keys()==b.keys() and all(same_value(a[k], b[k]) for k in a)
-    if isinstance(a, (list,tuple,L)): return len(a)==len(b) and all(map(same_value, a, b))
+    if isinstance(a, (list,tuple,L)): return _same_plain(a, b) if {*map(type, a)}<=_plain else len(a)==len(b) and all(map(same_value, a, b))
     if isinstance(a, Tensor):
         with torch._C.DisableTorchFunctionSubclass(): return a.dtype==b.dtype and a.shape==b.shape and torch.equal(a.cpu(), b.cpu()) # 15 times as fast for fastai's classes
     return np.array_equal(a, b) if isinstance(a, np.ndarray) else a==b

@@ -124,8 +124,8 @@ def play(timeout=60, env=None, **job):
     shutil.rmtree(d, ignore_errors=True)
     return res
 
-def run(cmd, env, cwd, timeout):
-    "Exit code of the launcher `cmd`, `None` if it took longer than `timeout`; its stdout and stderr, and what it left running"
+def run(cmd, env, cwd, timeout, tell=lambda pid: None):
+    "Exit code of the launcher `cmd`, whose process `tell` gets, `None` if it took longer than `timeout`; its stdout and stderr, and what it left running"
     CDLL(None).prctl(36, 1) # PR_SET_CHILD_SUBREAPER
     files = [tempfile.TemporaryFile() for _ in range(2)]
     pid = os.fork()
@@ -137,6 +137,7 @@ def run(cmd, env, cwd, timeout):
         if env.get('PYTHONWARNINGS')=='ignore': warnings.simplefilter('ignore')
         for i,f in enumerate(files, 1): os.dup2(f.fileno(), i)
         os._exit(code_of(launch, Path(cmd[0]).name, *cmd[1:]))
+    tell(pid)
     code,end = None,time.monotonic()+timeout
     while code is None and time.monotonic()<end:
         p,status = os.waitpid(pid, os.WNOHANG)
@@ -185,6 +186,7 @@ def serve(at):
                 continue
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             job = conn.recv()
+            if job.pop('told', False): job['tell'] = conn.send
             conn.send((run if 'cwd' in job else play)(**job))
             os._exit(0)
 
