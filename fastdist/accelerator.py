@@ -32,6 +32,7 @@ from .job.pickling import *
 from .job.spawn import *
 from .job.fleet import *
 from .job.ssh import *
+from .job.ray import *
 from .comm.collectives import *
 from .state.snapshot import *
 from .state.home import *
@@ -50,20 +51,23 @@ class Accelerator(RankAccelerator):
         backend:str=None, # Of the process group: 'nccl' or 'gloo'; the device's own by default
         dtype:torch.dtype=None, # Of models and of float data; what they have by default
         hosts:list=None, # Destinations for `ssh` on which the ranks run, in equal numbers; by default they run on this node
-        engine=None, # What else starts ranks on other machines
+        engine=None, # What else starts ranks on other machines: 'ray', or an engine
         python:str=None, # Interpreter on `hosts`; the path of this one by default
         **kwargs
     ):
-        engine = engine_of(nprocs, hosts, engine, python)
+        engine = engine_of(nprocs, hosts, engine, python, compute_setup=='cpu' or bool(kwargs.get('cpu')))
         super().__init__(nprocs, compute_setup=compute_setup, log_setup=log_setup, backend=backend, dtype=dtype, engine=engine, **kwargs)
 
 def engine_of(
     nprocs:int, # As for `Accelerator`, and so for the others
-    hosts:list=None, engine=None, python:str=None
+    hosts:list=None, engine=None, python:str=None,
+    cpu:bool=False # Whether ranks leave GPUs alone
 ): # `None` where ranks run on this node
     "Return what starts the ranks; raise `OptionError` where options contradict each other"
     if hosts is not None and engine is not None: raise OptionError('engine', engine, 'you set hosts too. HINT: one of them')
     if python and hosts is None: raise OptionError('python', python, 'it is the interpreter on hosts. HINT: set hosts too')
+    if isinstance(engine, str): check_choice('engine', engine, ('ray',))
+    if engine=='ray': return RayCluster(nprocs, cpu)
     if hosts is None: return engine
     res = SSHHosts(hosts, python)
     deal(nprocs, res.places)

@@ -176,7 +176,7 @@ def _receive(self:Agent, path):
             if msg['kind']=='call': f.write(data)
             if msg.get('last'): return
 
-# %% ../../nbs/014_job.agent.ipynb #f31483fc
+# %% ../../nbs/014_job.agent.ipynb #ad316375
 @patch
 def _outputs(self:Agent, job, rank, d):
     kinds = ['out','err'] + ['show']*job['shows']
@@ -192,7 +192,7 @@ def _pass(ranks, rank, number, **_):
     for p in ranks.procs:
         if p.rank==rank: p.send(number) if number!=signal.SIGKILL else p.kill()
 
-# %% ../../nbs/014_job.agent.ipynb #ca9a166a
+# %% ../../nbs/014_job.agent.ipynb #a14f3387
 @patch
 def _report(self:Agent, ranks, results):
     "Send how each rank has ended"
