@@ -1664,6 +1664,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.job.pickling.write': ('job.pickling.html#write', 'fastdist/job/pickling.py')},
             'fastdist.job.ray': { 'fastdist.job.ray.AgentActor': ('job.ray.html#agentactor', 'fastdist/job/ray.py'),
                                   'fastdist.job.ray.AgentActor.__init__': ('job.ray.html#agentactor.__init__', 'fastdist/job/ray.py'),
+                                  'fastdist.job.ray.AgentActor.end': ('job.ray.html#agentactor.end', 'fastdist/job/ray.py'),
                                   'fastdist.job.ray.AgentActor.read': ('job.ray.html#agentactor.read', 'fastdist/job/ray.py'),
                                   'fastdist.job.ray.AgentActor.why': ('job.ray.html#agentactor.why', 'fastdist/job/ray.py'),
                                   'fastdist.job.ray.AgentActor.write': ('job.ray.html#agentactor.write', 'fastdist/job/ray.py'),

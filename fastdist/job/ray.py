@@ -121,6 +121,10 @@ class AgentActor:
         self.reader.join(1)
         return f'`{sys.executable}` ended with exit code {code}: {b"".join(self.said).decode(errors="replace").strip()[-2000:]}'
 
+    def end(self):
+        "Kill the process; its ranks end with it"
+        self.p.kill()
+
 # %% ../../nbs/018_job.ray.ipynb #1a94b266
 def _gpus():
     import ray
@@ -136,9 +140,9 @@ def _by_value(ray):
 
 # %% ../../nbs/018_job.ray.ipynb #840ac48e
 class RayChannel:
-    "Channel to the agent that `actor` runs; `ray` is the package, connected"
-    def __init__(self, ray, actor):
-        self.ray,self.actor,self.lost = ray,actor,''
+    "Channel to the agent that `actor` runs on the node with the id `node`; `ray` is the package, connected"
+    def __init__(self, ray, actor, node:str=''):
+        self.ray,self.actor,self.node,self.lost = ray,actor,node,''
         self.inp,said = os.pipe()
         told,self.out = os.pipe()
         self.threads = [Thread(target=f, args=(open(fd, mode, 0),), daemon=True) for f,fd,mode in ((self._bring,said,'wb'), (self._take,told,'rb'))]
@@ -162,13 +166,18 @@ class RayChannel:
             self._ask('write', b'')
 
     def why(self)->str:
-        "Return what Ray says of a lost actor, else how its agent ended"
-        try: return self.lost or f'the agent {self._ask("why")}. HINT: the Python of Ray\'s workers must have fastdist installed as here'
-        except self.ray.exceptions.RayError as e: return str(e)
+        "Return what Ray says of a lost actor and its node, else how its agent ended"
+        if not self.lost:
+            try: return f'the agent {self._ask("why")}. HINT: the Python of Ray\'s workers must have fastdist installed as here'
+            except self.ray.exceptions.RayError as e: self.lost = str(e)
+        dead = [o.get('DeathReasonMessage') or 'it is dead' for o in self.ray.nodes() if o['NodeID']==self.node and not o['Alive']]
+        return ''.join([self.lost, *(f'\nRay says of the node {self.node}: {o}' for o in dead)])
 
     def close(self):
-        "Wait for the end of the agent, and end its actor after five seconds"
+        "Wait five seconds for the end of the agent, end it, and its actor"
         self.threads[0].join(5)
+        with suppress(self.ray.exceptions.RayError):
+            if self.threads[0].is_alive(): self.ray.get(self.actor.end.remote(), timeout=2)
         self.ray.kill(self.actor)
         for o in self.threads: o.join(5)
 
@@ -198,9 +207,9 @@ class RayCluster:
         i:int # Number of the node
     )->RayChannel:
         "Start the agent on a node"
-        bundles = list(self.of.values())[i]
+        node,bundles = list(self.of.items())[i]
         seen = dict(CUDA_VISIBLE_DEVICES=','.join(str(o) for b in bundles for o in self.gpus[b])) if self.gpus else {}
-        return RayChannel(self.ray, self._in(bundles[0], AgentActor, _code, own_path(), seen, num_cpus=1, max_concurrency=4))
+        return RayChannel(self.ray, self._in(bundles[0], AgentActor, _code, own_path(), seen, num_cpus=1, max_concurrency=4), node)
 
     def _find(self, bundle):
         at,names = self.ray.util.placement_group_table(self.group)['bundles_to_node_id'],node_names(self.ray.nodes())
