@@ -29,7 +29,7 @@ def head(d):
         def __getitem__(self, i): return self.x[i],self.y[i]
 
     class Stays(Callback):
-        def after_fit(self): self.learn.where = this_world().node_name,os.getcwd(),os.environ.get('WANDB_NAME')
+        def after_fit(self): self.learn.where = os.getcwd(),os.environ.get('WANDB_NAME')
 
     def trained(**kw):
         set_seed(3)
@@ -57,11 +57,10 @@ def head(d):
         time.sleep(60)
 
     def lose():
+        asked.append(time.time())
         print('kill', flush=True)
-        while all(o['Alive'] for o in ray.nodes()): time.sleep(.05)
-        noticed.append(time.time())
 
-    noticed,pressed,free = [],[],[]
+    asked,pressed = [],[]
     def freed():
         "CPUs that are free again within ten seconds"
         end = time.time()+10
@@ -74,7 +73,7 @@ def head(d):
     apart = max((a-b).abs().max().item() for a,b in zip(there.model.parameters(), here.model.parameters()))
     res = dict(apart=apart, where=there.where, epochs=len(there.recorder.values), error=away(fails, 2)[0])
     res |= dict(interrupt=away(sleeps, 2, press), pressed=pressed, free=freed(), handler=signal.getsignal(signal.SIGTERM)==before)
-    res |= dict(lost=away(sleeps, 4, lose), noticed=noticed, groups=[o['state'] for o in ray.util.placement_group_table().values()])
+    res |= dict(lost=away(sleeps, 4, lose), asked=asked, groups=[o['state'] for o in ray.util.placement_group_table().values()])
     Path(d, 'res.json').write_text(json.dumps(res)) # Ray writes to standard output too
 
 def killed(d):
