@@ -6,7 +6,7 @@ here = Path(__file__).parent
 parser = ConfigParser()
 parser.read(here/'settings.ini', encoding='utf-8')
 cfg = parser['DEFAULT']
-extras = {k:cfg[f'{k}_requirements'].split() for k in ('dev','docs','bench','slurm')}
+extras = {k:cfg[f'{k}_requirements'].split() for k in ('dev','docs','bench','slurm','ray')}
 extras['dev'] += extras['docs']
 
 setup(name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'], author=cfg['author'],

@@ -62,6 +62,7 @@ Modules:
 - `fastdist.job.link`: Messages and files between a head and the agents that run its ranks on other machines
 - `fastdist.job.options`: Options of Accelerate, honoured or refused
 - `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
+- `fastdist.job.ray`: Ranks on the nodes of a Ray cluster
 - `fastdist.job.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits
 - `fastdist.job.spawn`: Ranks that a head process starts, watches and ends
 - `fastdist.job.ssh`: Ranks on hosts that are reached by SSH

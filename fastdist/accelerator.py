@@ -34,6 +34,7 @@ from .job.spawn import *
 from .job.fleet import *
 from .job.ssh import *
 from .job.slurm import *
+from .job.ray import *
 from .job.detached import *
 from .comm.collectives import *
 from .state.snapshot import *
@@ -53,22 +54,25 @@ class Accelerator(RankAccelerator):
         backend:str=None, # Of the process group: 'nccl' or 'gloo'; the device's own by default
         dtype:torch.dtype=None, # Of models and of float data; what they have by default
         hosts:list=None, # Destinations for `ssh` on which the ranks run, in equal numbers; by default they run on this node
-        engine=None, # What else starts ranks: an executor of `submitit`, for the tasks of a SLURM job
+        engine=None, # What else starts ranks: an executor of `submitit`, for the tasks of a SLURM job, 'ray', or an engine
         python:str=None, # Interpreter on `hosts`; the path of this one by default
         **kwargs
     ):
-        engine = engine_of(nprocs, hosts, engine, python)
+        engine = engine_of(nprocs, hosts, engine, python, compute_setup=='cpu' or bool(kwargs.get('cpu')))
         super().__init__(nprocs, compute_setup=compute_setup, log_setup=log_setup, backend=backend, dtype=dtype, engine=engine, **kwargs)
 
 def engine_of(
     nprocs:int, # As for `Accelerator`, and so for the others
-    hosts:list=None, engine=None, python:str=None
+    hosts:list=None, engine=None, python:str=None,
+    cpu:bool=False # Whether ranks leave GPUs alone
 ): # `None` where ranks run on this node
     "Return what starts the ranks; raise `OptionError` where options contradict each other"
     if hosts is not None and engine is not None: raise OptionError('engine', engine, 'you set hosts too. HINT: one of them')
     if python and hosts is None: raise OptionError('python', python, 'it is the interpreter on hosts. HINT: set hosts too')
+    if isinstance(engine, str): check_choice('engine', engine, ('ray',))
+    if engine=='ray': return RayCluster(nprocs, cpu)
     if is_executor(engine): return JobTasks(engine, nprocs)
-    if not (engine is None or hasattr(engine, 'open')): raise OptionError('engine', engine, 'it is none. HINT: an executor of submitit, or hosts=[…] for machines that ssh reaches')
+    if not (engine is None or hasattr(engine, 'open')): raise OptionError('engine', engine, "it is none. HINT: an executor of submitit, 'ray', or hosts=[…] for machines that ssh reaches")
     if hosts is None: return engine
     res = SSHHosts(hosts, python)
     deal(nprocs, res.places)

@@ -87,6 +87,7 @@ def _launcher(env):
     if 'ACCELERATE_MIXED_PRECISION' in env: return 'accelerate launch'
     if 'TORCHELASTIC_RUN_ID' in env: return 'torchrun'
     if _is_pod(env): return 'PyTorchJob'
+    if 'RAY_RAYLET_PID' in env: return 'Ray'
     return 'fastai.launch' if 'DEFAULT_GPU' in env else 'RANK and WORLD_SIZE'
 
 # %% ../../nbs/005_job.world.ipynb #e9a746a5

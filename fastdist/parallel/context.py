@@ -145,7 +145,12 @@ class Job:
         if self.line and self.own_line: self.line.close()
 
 # %% ../../nbs/506_parallel.context.ipynb #010a2a0b
-_no_signal = 'fastdist: this system lacks the signals by which the wait of a rank is interrupted, so a rank that waits for something else than other ranks hears of their errors when that wait is over'
+def _no_signal():
+    "Return why errors of other ranks do not interrupt this one, `None` where they do"
+    if signal_number('SIGURG') is None: why = 'this system lacks the signals by which the wait of a rank is interrupted'
+    elif not in_main_thread(): why = 'this is not the main thread, which alone signals reach, so nothing interrupts a wait of this rank or asks it to save and stop'
+    else: return
+    return f'fastdist: {why}; a rank that waits hears of the errors of others when that wait is over'
 
 @patch
 def _join(self:Job, how, patience):
@@ -153,7 +158,7 @@ def _join(self:Job, how, patience):
     self.own_line = self.world.size>1 and control_connection() is None
     new = voting_connection(self.world, patience, topology=NodeRelays).add(StepAgreement, Notes, Watchdog, Inquiry) if self.own_line else None
     if self.world.size>1: self.line = new.open(max(10, patience)) if new else control_connection()
-    if self.own_line and not self.world.rank and signal_number('SIGURG') is None: print(_no_signal)
+    if self.own_line and not self.world.rank and (why := _no_signal()): print(why)
     self.member.join(**how)
     if self.own_line: self.line.faults.arm()
 
@@ -165,6 +170,7 @@ def _open(self:Job, options):
     if self.live.precision!='no' and not self.learn._grab_cbs(MixedPrecision):
         self.help(LaunchPrecision(self.live.precision, self.world.device, self.live.autocast_options, self.live.scaler_options))
 
+# %% ../../nbs/506_parallel.context.ipynb #5b7d1e12
 @patch
 def _close(self:Job):
     self.learn.remove_cbs(self.helpers)
