@@ -69,7 +69,6 @@ def engine_of(
     "Return what starts the ranks; raise `OptionError` where options contradict each other"
     if hosts is not None and engine is not None: raise OptionError('engine', engine, 'you set hosts too. HINT: one of them')
     if python and hosts is None: raise OptionError('python', python, 'it is the interpreter on hosts. HINT: set hosts too')
-    if isinstance(engine, str): check_choice('engine', engine, ('ray',))
     if engine=='ray': return RayCluster(nprocs, cpu)
     if is_executor(engine): return JobTasks(engine, nprocs)
     if not (engine is None or hasattr(engine, 'open')): raise OptionError('engine', engine, "it is none. HINT: an executor of submitit, 'ray', or hosts=[…] for machines that ssh reaches")

@@ -166,7 +166,7 @@ def _measure_exchange(rep):
         secs = all_reduce_time(mib*2**20, w.device)
         rows.append((f'{mib} MiB', f'{secs*1e3:.2f} ms', f'{bus_bandwidth(mib*2**20, secs, w.size)/1e9:.3g} GB/s'))
     rep.say('', 'all-reduce on the slowest rank; bus bandwidth is 2(n-1)/n * bytes/time, as in nccl-tests', as_table(['size','time','bus bandwidth'], rows))
-    rep.say(in_words(bus_bandwidth(mib*2**20, secs, w.size), w.size))
+    rep.say(said_of_bandwidth(bus_bandwidth(mib*2**20, secs, w.size), w.size))
 
 def _measure_steps(rep, make, shard=False):
     "Print times of a step in one process and on all ranks"

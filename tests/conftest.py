@@ -19,14 +19,15 @@ settings.register_profile('search', settings.get_profile('same'), max_examples=5
 settings.load_profile('same')
 
 def pytest_addoption(parser):
-    parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole tables of test_survive.py and test_faults.py; a number for other moments')
+    parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole tables of test_survive.py and test_faults.py, and all that befalls jobs on other machines; a number for other moments')
     parser.addoption('--shard', action='store_true', help='models in shards, wherever a test does not say; without the tests that are about replicas or start processes')
 
 def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler) # a shell's background ignores it, and so would the ranks in which a test presses Ctrl-C
     if not config.getoption('numprocesses', 0) or hasattr(config, 'workerinput'): # xdist's head runs no test
         for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks','distributed.fsdp','distributed.tensor'): import_module(f'torch.{o}') # DDP and shards import them when they are made, for two seconds; forked ranks have them then
-    for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds', 'replicas: is about DDP, or does what a model in shards refuses'): config.addinivalue_line('markers', o)
+    for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds', 'replicas: is about DDP, or does what a model in shards refuses',
+        'whole: runs with --whole alone'): config.addinivalue_line('markers', o)
     if config.getoption('--shard'): shard_by_default()
 
 def shard_by_default():
@@ -42,6 +43,7 @@ def pytest_collection_modifyitems(config, items):
     "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout; slow tests come first, so that all workers end at the same time"
     items[:] = sorted((o for o in items if o.function.__module__==o.module.__name__), key=lambda o: o.get_closest_marker('slow') is None)
     if config.getoption('--shard'): items[:] = [o for o in items if not (o.get_closest_marker('replicas') or o.get_closest_marker('launcher') or 'warm' in o.fixturenames)]
+    if config.getoption('--whole') is None: items[:] = [o for o in items if not o.get_closest_marker('whole')]
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))
@@ -54,8 +56,10 @@ def pytest_unconfigure(): gc.unfreeze() # or nanobind tells of leaks
 
 class OneByOne(LoadScopeScheduling):
     "Each test goes to the worker that is free, but for those that share what takes long to make or keeps all cores busy, which one worker does first"
-    together = 'test_faults','test_users','test_slurm','test_engines_slurm'
-    def _split_scope(self, nodeid): return 'together' if any(f'{o}.py' in nodeid for o in self.together) else nodeid
+    together,by_file = ('test_faults','test_users','test_slurm','test_engines_slurm'),('test_hosts','test_ray')
+    def _split_scope(self, nodeid):
+        if any(f'{o}.py' in nodeid for o in self.together): return 'together'
+        return next((o for o in self.by_file if f'{o}.py' in nodeid), nodeid)
 
 def pytest_xdist_make_scheduler(config, log): return OneByOne(config, log)
 

@@ -36,6 +36,7 @@ def where():
     w = this_world()
     return w.rank,w.local_rank,w.node_rank,w.source
 
+@pytest.mark.whole
 def test_the_local_executor_has_one_node(here_is_head):
     assert here_is_head('local').distribute(where, all_ranks=True)()==[(i,i,0,'fastdist over submitit') for i in range(2)]
     assert not left('')
@@ -46,6 +47,7 @@ def gone(out): return not left(out) and not any(alive(o) for pair in pids(out) f
 def scancel(): sh(f'scancel {re.search("[0-9]+", next(Path("jobs").glob("*_submission.sh")).name)[0]}', os.environ)
 def kill_task(): os.kill(pids('.')[1][1], signal.SIGKILL)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('fault,words,secs', [(scancel,'is CANCELLED',10), (kill_task,'',18)])
 def test_what_ends_a_job_is_named(here_is_head, cluster, capfd, fault, words, secs):
     at = []
@@ -54,6 +56,7 @@ def test_what_ends_a_job_is_named(here_is_head, cluster, capfd, fault, words, se
     assert time.monotonic()-at[0]<secs and words in capfd.readouterr().err and gone('.')
     await_that(lambda: idle(cluster), 15)
 
+@pytest.mark.whole
 def test_ctrl_c_and_the_end_of_the_head_end_the_job(cluster):
     outs,ps = [Path.cwd()/o for o in ('interrupted','killed')],[]
     for o,s in zip(outs, (signal.SIGINT,signal.SIGKILL)): # the second job may wait until the first has ended
@@ -64,6 +67,7 @@ def test_ctrl_c_and_the_end_of_the_head_end_the_job(cluster):
     assert out.rstrip().endswith('KeyboardInterrupt'), out[-3000:]
     await_that(lambda: all(map(gone, outs)) and idle(cluster), 20)
 
+@pytest.mark.whole
 def test_a_job_that_is_queued_again_goes_on(here_is_head, monkeypatch, capfd):
     "After a signal before its time is up, for which the head queues it again, and after a `scontrol requeue`"
     monkeypatch.setenv('FAULTS', '0:slurm:20,0:slurm:42')

@@ -78,16 +78,19 @@ def ends(hosts, what, match):
     assert time.monotonic()-t[0]<20 # ten of them until it is noticed that nothing is heard
     await_that(lambda: not agents(), 20)
 
+@pytest.mark.whole
 def test_a_killed_rank(hosts): ends(hosts, lambda pid: os.kill(pid, signal.SIGKILL), r'rank 3 on fdb failed:\nit ended without a word, killed by SIGKILL')
 
 def test_a_killed_agent(hosts):
     ends(hosts, lambda pid: os.kill(int(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split()[1]), signal.SIGKILL), r'rank \d on fdb failed:\nits machine was lost: `ssh .* fdb` ended')
 
+@pytest.mark.whole
 def test_a_cut_connection(hosts):
     def cut(pid): sh('ip link set fdbv down')
     try: ends(hosts, cut, r'rank \d on fdb failed:\nits machine was lost')
     finally: sh('ip link set fdbv up')
 
+@pytest.mark.whole
 def test_machines_that_do_not_reach_each_other(hosts):
     for o in hosts.names: sh(f'bridge link set dev {o}v isolated on')
     try:
@@ -109,6 +112,7 @@ def long():
 Accelerator(nprocs=4, hosts=sys.argv[1].split(','), compute_setup='cpu').distribute(long)()
 """
 
+@pytest.mark.whole
 @pytest.mark.parametrize('sig', [signal.SIGINT,signal.SIGKILL])
 def test_the_head_ends(hosts, tmp_path, sig):
     (tmp_path/'script.py').write_text(script)

@@ -44,6 +44,7 @@ def nothing_is_left(cluster):
     await_that(lambda: not agents(cluster.d), 15)
     await_that(lambda: not list(cluster.d.glob('fastdist*')), 10)
 
+@pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.timeout(400)
@@ -56,6 +57,7 @@ def test_a_head_that_is_killed(cluster, tmp_path):
     p.communicate()
     nothing_is_left(cluster)
 
+@pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.timeout(400)
