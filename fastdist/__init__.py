@@ -46,6 +46,7 @@ Modules:
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
+- `fastdist.evaluate.drawn`: The shapes in which a model draws, by a trial with two numbers of rows
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
@@ -79,6 +80,7 @@ Modules:
 - `fastdist.parallel.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.parallel.norms`: Norms of the models of a fit count the samples of all ranks
 - `fastdist.parallel.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
+- `fastdist.parallel.seeding`: A Learner whose random numbers are a function of the seed, the step and the sample
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.shard.files`: Whole tensors of a file, read into shards, and models that no rank holds whole
 - `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
