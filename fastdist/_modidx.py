@@ -371,6 +371,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.comm.draws._untold': ('comm.draws.html#_untold', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws._words': ('comm.draws.html#_words', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws.check_drawn': ('comm.draws.html#check_drawn', 'fastdist/comm/draws.py'),
+                                     'fastdist.comm.draws.drawing_as_ever': ('comm.draws.html#drawing_as_ever', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws.drawing_ops': ('comm.draws.html#drawing_ops', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws.line_now': ('comm.draws.html#line_now', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws.pattern_of': ('comm.draws.html#pattern_of', 'fastdist/comm/draws.py'),

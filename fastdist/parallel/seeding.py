@@ -178,6 +178,7 @@ def transformed(self:Seeding,
     k = p.done-1
     p.seeds.within(own=own_generators(dl.after_batch, depth=3))('transform', k)
     if self.phases.size>1: self.draws.patterns.inputs = _shapes(b)
+    self.draws.counts = k not in p.deal.totals
     with self.draws.rows(*_rows(p.deal, k)): return dl.after_batch(b)
 
 # %% ../../nbs/507_parallel.seeding.ipynb #5284bb75
