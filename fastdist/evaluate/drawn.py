@@ -59,14 +59,16 @@ def try_draws(
 def look_at(
     draws:StepDraws, # Installed
     model:nn.Module, # About to be trained, or evaluated
-    trial:callable, # Returns what runs a trial of `model`
+    trials:list, # Functions that return what runs a trial of `model`; the next is asked where one raises an error
     xb:tuple, # Inputs of a batch
     n:int # Its rows
 ):
     "Note how `model` draws, as far as a trial can tell, and the shapes of its weights"
     draws.patterns.forget()
-    try: try_draws(draws, trial(model), xb, n)
-    except Exception as e:
-        if isinstance(e, RankError) or is_broken(e): raise # else shapes tell what they can
+    for trial in trials:
+        try:
+            if try_draws(draws, trial(model), xb, n): break
+        except Exception as e:
+            if isinstance(e, RankError) or is_broken(e): raise # else shapes tell what they can
     draws.patterns.names = {id(m):k for k,m in model.named_modules()}
     draws.patterns.weights = {tuple(t.shape) for t in (*model.parameters(),*model.buffers())}
