@@ -17,7 +17,7 @@ def script(n, path, at=None, seed=42, workers=0):
     model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, 12), nn.Dropout(.3), nn.Linear(12, 3))
     def run(rank):
         for f in (random.seed,np.random.seed,torch.manual_seed): f(rank+1)
-        learn = vision([RandomResizedCrop(20)], aug_transforms(size=16), workers, model)(n)
+        learn = vision([RandomResizedCrop(16)], aug_transforms(size=16), workers, model)(n)
         learn.add_cb(Checkpoint(path, every=1))
         with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=seed):
             learn.fit(1, .01)
