@@ -96,7 +96,8 @@ def site(
 def line_now()->str: # Such as 'train.py:12'
     "Return the line of the script, or else of a library, that draws"
     found = [f for f in _frames() if not f.f_code.co_filename.startswith(_torchs)]
-    f = first(f for f in found if 'site-packages' not in f.f_code.co_filename and not f.f_code.co_filename.startswith(('<frozen',_python))) or first(found)
+    mine = [f for f in found if 'site-packages' not in f.f_code.co_filename and not f.f_code.co_filename.startswith(('<frozen',_python))]
+    f = first(mine) or first(f for f in found if not f.f_code.co_filename.endswith('torch_core.py'))
     return f'{os.path.basename(f.f_code.co_filename)}:{f.f_lineno}' if f else 'torch'
 
 # %% ../../nbs/116_comm.draws.ipynb #e7ed977a

@@ -76,7 +76,7 @@ class Seeding(Seeded):
     ):
         super().__init__(seed=seed, phases=phases)
         counts = _counts.setdefault(learn, Counter())
-        vars(self).update(owner=learn, counts=counts, draws=StepDraws(), stack=[Seeds(seed)], looked=None)
+        vars(self).update(owner=learn, counts=counts, draws=StepDraws(), stack=[Seeds(seed)], looked=None, tried=[])
 
     @property
     def seeds(self):
@@ -171,6 +171,17 @@ def _batch(self:Seeding):
 
 # %% ../../nbs/507_parallel.seeding.ipynb #bc6c1bcf
 @patch
+def _try_transforms(self:Seeding, tfms, b):
+    "Note how `tfms`, which were not looked at before, draw"
+    if any(o is tfms for o in self.tried): return
+    self.tried.append(tfms)
+    back = Rewind(tfms, spare=2**24)
+    try: try_function(self.draws, tfms, b, find_bs(b))
+    except Exception as e:
+        if isinstance(e, RankError) or is_broken(e): raise
+    finally: back.restore(random=False)
+
+@patch
 def transformed(self:Seeding,
     dl:DistributedDL, # With batch transforms
     p, # The pass
@@ -178,6 +189,7 @@ def transformed(self:Seeding,
 ): # As `b`
     "Return `b` after the batch transforms of `dl`"
     k = p.done-1
+    if self.phases.size>1: self._try_transforms(dl.after_batch, b)
     p.seeds.within(own=own_generators(dl.after_batch, depth=3))('transform', k)
     if self.phases.size>1: self.draws.patterns.inputs = _shapes(b)
     self.draws.counts = k not in p.deal.totals
