@@ -1,7 +1,7 @@
 "With a seed any number of ranks, with any number of data workers, draws what one process draws"
 import fastai.vision.augment,pandas as pd,pytest
 from functools import partial
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs,FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader as TorchLoader,IterableDataset
 from fastai.callback.mixup import CutMix,MixUp
 from fastai.callback.rnn import rnn_cbs
@@ -190,6 +190,22 @@ def test_evaluations_that_draw():
     same_on(dict(net=net(flat(nn.Dropout))), batches=False, fit=lambda learn: learn.lr_find(num_it=8, show_plot=False) and learn.fit(1, .01))
 
 def test_shards(): same_on(dict(plain=net(flat(nn.Dropout)), encoder=sequences['encoder']), shard=True)
+def test_activations_that_are_computed_again():
+    kw = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['TransformerEncoderLayer'])
+    one, = on_each(dict(encoder=sequences['encoder']), 1)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True, **kw)
+    for r in on_each(dict(encoder=sequences['encoder']), 2, fsdp_plugin=plugin): assert all(near(r['encoder'][k], one['encoder'][k]) for k in ('weights','losses'))
+
+def test_an_audit_compares_what_is_random():
+    def run(rank):
+        learn = models['Dropout'](2)
+        with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=42, audit=2): one_cycle(learn)
+        return learn.audit.ok,learn.audit.draws,len(learn.audit.rows)==len(learn.audit.compared),[o.item() for o in learn.recorder.losses]
+    one, = on_each(dict(it=models['Dropout']), 1)
+    for *said,losses in on_ranks(run, 2, timeout=110):
+        test_eq(said, [True,[],True])
+        assert near(losses, one['it']['losses'])
+
 def test_accumulation(): same_on(dict(plain=net(flat(nn.Dropout))), gradient_accumulation_steps=2)
 
 class ByChance(Module):

@@ -32,6 +32,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..base.errors import *
+from ..base.loans import *
 from ..job.world import *
 from ..job.options import *
 from ..job.callbacks import *
@@ -309,8 +310,9 @@ def _looked_at(self:DistributedTrainer, f):
 def _seeded_events(self:DistributedTrainer, run, f, event_type, ex, final=noop):
     alone,seeding,events = self._events.alone,self.seeding,partial(type(self)._on_with_events, self)
     if event_type=='batch' and not alone: f = partial(self._looked_at, f)
-    with seeding.draws.aside() if alone else seeding.around(event_type) if event_type not in ('backward','step') else nullcontext():
-        events(run, f, event_type, ex, final)
+    if event_type=='fit' and not self._fitting and not alone: self.rehearsal(self) # before the place of this fit
+    place = seeding.draws.aside() if alone else seeding.around(event_type) if event_type not in ('backward','step') else nullcontext()
+    with lent(self, rehearsal=noop) if event_type=='fit' else nullcontext(),place: events(run, f, event_type, ex, final)
 
 # %% ../../nbs/709_train.trainer.ipynb #b0f1e202
 @patch
