@@ -29,7 +29,6 @@ __all__ = ['whole_batch_of', 'cut_rows', 'Seeding', 'TrialInPlace', 'seeded_alon
 import io,torch
 from collections import Counter
 from contextlib import contextmanager,nullcontext,redirect_stdout
-from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 from fastcore.all import *
 from fastai.basics import *
@@ -167,7 +166,7 @@ def _shapes(b): return {tuple(o.shape) for o in L(b) if isinstance(o, Tensor)}
 @patch
 @contextmanager
 def _batch(self:Seeding):
-    learn,dl,size = self.owner,getattr(self.phases, 'source', self.owner.dl),self.phases.size
+    learn,dl,size = self.owner,self.phases.source,self.phases.size
     k,deal = learn.iter,dl._pass.deal if isinstance(dl, DistributedDL) else None
     self.draws.counts = deal is not None and k not in deal.totals
     if size>1: self.draws.patterns.inputs = _shapes((*learn.xb,*learn.yb))
@@ -245,6 +244,13 @@ def _lone_share(learn, seeding):
     learn.dl.seeding = seeding
     learn.dl.follow()
 
+class _Alone:
+    "Phases of one process without a job"
+    size = 1
+    def __init__(self, learn, world): self.learn,self.world = learn,world
+    @property
+    def source(self): return self.learn.dl
+
 @contextmanager
 def seeded_alone(
     learn:Learner, # Without a job
@@ -252,7 +258,7 @@ def seeded_alone(
     world # Of this process, which says the device
 ):
     "Return a context manager in which `learn` draws as one process in a context with `seed`; it yields what runs events"
-    s = Seeding(seed, learn, SimpleNamespace(size=1, world=world))
+    s = Seeding(seed, learn, _Alone(learn, world))
     def events(f, event_type, ex, final=noop):
         if event_type in ('train','validate'): _lone_share(learn, s)
         with s.around(event_type) if event_type not in ('backward','step') else nullcontext(): Learner._with_events(learn, f, event_type, ex, final)
