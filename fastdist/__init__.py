@@ -26,12 +26,14 @@ Modules:
 - `fastdist.comm.collective_log`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
 - `fastdist.comm.control`: The control connection between all ranks, beside the process group
+- `fastdist.comm.draws`: torch's random draws in a step, made for the global batch and cut to the rows of this rank
 - `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
 - `fastdist.comm.inquiry`: A running job says where each rank stands, when any of its processes is asked
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.requests`: Requests for a report of a running process, by a signal or over a socket of its node
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
+- `fastdist.comm.seeds`: Random numbers as a function of a seed and a place
 - `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step
 - `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
 - `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
@@ -44,6 +46,7 @@ Modules:
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
+- `fastdist.evaluate.drawn`: The shapes in which a model draws, by a trial with two numbers of rows
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
@@ -84,6 +87,7 @@ Modules:
 - `fastdist.parallel.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
 - `fastdist.parallel.norms`: Norms of the models of a fit count the samples of all ranks
 - `fastdist.parallel.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
+- `fastdist.parallel.seeding`: A Learner whose random numbers are a function of the seed, the step and the sample
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.shard.files`: Whole tensors of a file, read into shards, and models that no rank holds whole
 - `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so

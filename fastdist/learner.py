@@ -110,10 +110,11 @@ def to_distributed(self:Learner,
     shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
     keep_sharded=False, # Whether the model stays in shards after `detach_distributed`
     audit=None, # Steps of each fit that are compared with those of one process before it; `FASTDIST_AUDIT` by default
+    seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
-    cb = DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, **kwargs)
+    cb = DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)
     if k := audited_steps(audit, os.environ): cb.rehearsal = Auditor(k)
     self.detach_distributed().add_cb(cb)
     if k and cb.size==1: cb.rehearsal(cb) # it says that there is nothing to compare
@@ -135,11 +136,12 @@ def distrib_ctx(self:Learner,
     shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
     keep_sharded=False, # Whether the model stays in shards after the context
     audit=None, # Steps of each fit that are compared with those of one process before it; `FASTDIST_AUDIT` by default
+    seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
     **kwargs
 ):
     "Train on all ranks of the job inside the context, which yields the Learner"
     try:
-        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, audit, **kwargs)): yield self
+        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, audit, seed, **kwargs)): yield self
     finally: self.detach_distributed()
 
 # %% ../nbs/900_learner.ipynb #6f275c58

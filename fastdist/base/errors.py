@@ -10,7 +10,7 @@ says what was set, what was found, and after `HINT:` what to do."""
 
 # %% auto #0
 __all__ = ['WorldError', 'OptionError', 'VersionError', 'private', 'RankError', 'everywhere', 'is_everywhere', 'is_broken',
-           'HomeError', 'DesyncError', 'ResumeError', 'Preempted']
+           'HomeError', 'DesyncError', 'ResumeError', 'SeedError', 'Preempted']
 
 # %% ../../nbs/000_base.errors.ipynb #9e3a51c3
 import copyreg,signal
@@ -115,6 +115,14 @@ class ResumeError(_Sent, ValueError):
     ):
         super().__init__(f'The state in {path} has {found}. HINT: {hint}')
         self.path = path
+
+# %% ../../nbs/000_base.errors.ipynb #5eed0001
+class SeedError(_Sent, RuntimeError):
+    "Raised where a random draw cannot be made the same on any number of ranks"
+    def __init__(self,
+        found:str, # What draws, and where
+        hint:str # What to do
+    ): super().__init__(f'{found}. HINT: {hint}')
 
 # %% ../../nbs/000_base.errors.ipynb #9e3a51c1
 class Preempted(SystemExit):

@@ -33,6 +33,7 @@ class Division:
     slicing:bool=True # Whether a rank has a slice of each global batch; one contiguous block otherwise
     pad:bool=True # Whether a rank without a part of the last global batch gets its first sample
     alone:bool=False # Whether one process makes the batches just as the loader itself does
+    seeded:bool=False # Whether the random numbers of each sample come from its position in the global order
 
 # %% ../../nbs/203_data.deal.ipynb #5d2debb1
 class Deal:
@@ -118,6 +119,16 @@ def padding(self:Deal,
     per = ceil_div(self.n, size)
     return (m:=min(self.each, per-k*self.each))*size,int((np.arange(size)*per+k*self.each+m-self.n).clip(0, m).sum())
 
+# %% ../../nbs/203_data.deal.ipynb #b68b8e9a
+@patch
+def rows(self:Deal,
+    k:int # Number of a batch
+)->tuple: # `None` where nobody knows
+    "Return this rank's first row in global batch `k`, the number of its rows, and that of all ranks; needs slices"
+    r,m = self.ranks,self.totals.get(k, self.g)
+    lo,hi = part(m, r.rank, r.size)
+    return lo,hi-lo,m
+
 # %% ../../nbs/203_data.deal.ipynb #939ed4c4
 class StreamDeal(Deal):
     "`Deal` of a stream, whose global batches are counted as they are read; `n` is what it says beforehand"
@@ -173,6 +184,11 @@ class BatchDeal(Deal):
         self.totals[len(self.lens)] = len(b)
         self.lens.append(len(b))
 
+    def rows(self, k):
+        "Return this rank's first row in global batch `k`, the number of its rows, and that of all ranks"
+        mine,r = self.sizes()[k],self.ranks.rank
+        return int(mine[:r].sum()),int(mine[r]),int(mine.sum())
+
     def sizes(self):
         "Return the number of samples of each rank in each step"
         return np.pad(self.lens, (0, -len(self.lens)%self.ranks.size)).reshape(-1, self.ranks.size)
@@ -197,6 +213,7 @@ class GivenDeal(Deal):
         super().__init__(ranks, n, bs, drop_last)
         self.n_own = n_own
     def n_batches(self, rank): return self.n_own
+    def rows(self, k): return None
     def positions(self, rank): return None
     def gathered_order(self): return None
     def padding(self, k): return 1,0
@@ -204,7 +221,7 @@ class GivenDeal(Deal):
 # %% ../../nbs/203_data.deal.ipynb #7b433e4c
 class Pass:
     "One pass over a loader: from which batch on, how far it is, and whether ranks draw its order together"
-    joint,broadcast,rank_orders,past,done = False,None,None,0,0
+    joint,broadcast,rank_orders,past,done,seeds = False,None,None,0,0,None
     def __init__(self,
         at:int=0, # Batch of this rank with which it begins
         then:callable=noop, # Called once, before anything of that batch is computed in this process

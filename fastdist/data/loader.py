@@ -38,7 +38,7 @@ _ConstantFunc = private('fastai.learner:_ConstantFunc')
 # %% ../../nbs/207_data.loader.ipynb #8a69d602
 class DistributedDL(TfmdDL):
     "`TfmdDL` over this rank's share of `dl`, in blocks; changes of `dl` take effect in the next pass"
-    _default,slicing,pad,source = 'dl',False,True,None
+    _default,slicing,pad,source,seeding = 'dl',False,True,None,None
 
     def __init__(self,
         dl, # fastai or torch `DataLoader`; for a share, the loader inside
@@ -47,6 +47,7 @@ class DistributedDL(TfmdDL):
         device=None, # Device of the batches; `dl`'s by default
         of_rank:callable=noop # Returns the batch size of a rank from that of `dl`; the same by default
     ):
+        self.seeding = dl.seeding if isinstance(dl, DistributedDL) else None # with a seed: tells the place of a pass, and runs batch transforms
         self.dl = dl = dl.dl if isinstance(dl, DistributedDL) else dl
         self._in_job = rank is None or world_size is None
         w = this_world() if self._in_job else World()
@@ -59,7 +60,8 @@ class DistributedDL(TfmdDL):
     def _source_now(self):
         "Return the source of this rank's batches, as `dl` is now"
         bs,drop_last = batching(self.dl)
-        ranks = Division(self.rank, self.world_size, self.slicing, self.pad, self.slicing and self.world_size==1)
+        seeded = self.seeding is not None
+        ranks = Division(self.rank, self.world_size, self.slicing, self.pad, self.slicing and self.world_size==1 and not seeded, seeded)
         return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, self._of_rank(bs), drop_last)
 
     def follow(self):
@@ -107,6 +109,7 @@ def __iter__(self:DistributedDL):
 @patch
 def _over(self:DistributedDL, p):
     "Return an iterator over the batches of pass `p`"
+    p.seeds = self.seeding and self.seeding.seeds
     p.start(self.source)
     self._pass,self.weights,self.totals = p,{},{}
     return p.read_past(self._batches(p), self.source) if p.past else self._batches(p)
@@ -123,7 +126,8 @@ def _batches(self:DistributedDL, p):
         else:
             if self.dl.pin_memory and type(b)==list: b = tuple(b)
             if (d := (self if '_device' in vars(self) else self.dl).device) is not None: b = on_device(b, d)
-            yield b if is_empty(self.dl, 'after_batch') else self.after_batch(b)
+            if is_empty(self.dl, 'after_batch'): yield b
+            else: yield self.after_batch(b) if p.seeds is None else self.seeding.transformed(self, p, b)
     o.close(p)
     self.n = p.deal.n
     vars(o.maker).pop('it', None)
@@ -174,7 +178,7 @@ def new(self:DistributedDL,
 ):
     "Return this rank's share of `dl.new(dataset, **kwargs)`"
     res = type(self)(self.dl.new(dataset, **kwargs), self.rank, self.world_size, self.device, self._of_rank)
-    res._in_job,res.in_step = self._in_job,self.in_step
+    res._in_job,res.in_step,res.seeding = self._in_job,self.in_step,self.seeding
     return res
 
 # %% ../../nbs/207_data.loader.ipynb #1ea572ff

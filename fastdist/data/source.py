@@ -19,12 +19,13 @@ __all__ = ['rebatched', 'FastaiSource', 'Indexed', 'Endless', 'Stream', 'counted
 import random,torch
 from collections import deque
 from dataclasses import replace
-from itertools import chain,islice
+from itertools import chain,count,islice
 from fastcore.all import *
 from fastai.data.load import DataLoader,SkipItemException
 from ..base.errors import *
 from ..comm.collectives import *
 from ..comm.rng import *
+from ..comm.seeds import *
 from .sharding import *
 from .digest import *
 from .deal import *
@@ -49,7 +50,7 @@ def rebatched(
 # %% ../../nbs/205_data.source.ipynb #148dd8f8
 class FastaiSource:
     "A fastai loader as source of one rank's batches; data workers have it as the loader of their `_FakeLoader`"
-    num_workers,offs,joint,idxs,loader,indexed,is_dealt,sequence = 1,0,False,(),None,True,True,''
+    num_workers,offs,joint,idxs,loader,indexed,is_dealt,sequence,seeds,places,first = 1,0,False,(),None,True,True,'',None,None,0
     def __init__(self,
         dl, # The user's loader
         maker, # Loader that draws the order and makes items: `dl`, or one like it
@@ -77,7 +78,8 @@ class FastaiSource:
 
     def open(self, p, idxs):
         "Return an iterator over this rank's batches of `idxs`, with data workers seeded and started"
-        self.idxs,self.fake_l.d = idxs,self
+        self.idxs,self.fake_l.d,o = idxs,self,self.maker
+        self.seeds,self.first = p.seeds and p.seeds.within('data', own=own_generators(o.dataset, o.after_item, o.before_batch)),p.skip
         it = open_batches(self.fake_l)
         if not p.past: p.begin()
         return it
@@ -139,13 +141,16 @@ class Indexed(FastaiSource):
     def draw(self, p):
         "Return this rank's part of the order; one process alone reads a ragged rest too before it leaves it out, as the loader itself does"
         idxs = p.order(partial(self.as_one, partial(global_order, shuffle=p.shuffle)), self.maker)
-        p.deal = self.deal.of(idxs)
-        return (idxs if self.alone else p.deal.own(idxs))[p.skip*self.deal.each:]
+        p.deal,done = self.deal.of(idxs),p.skip*self.deal.each
+        if p.seeds: self.places = p.deal.positions(self.deal.ranks.rank)[done:]
+        return (idxs if self.alone else p.deal.own(idxs))[done:]
 
     def sample(self):
         "Return the part of `idxs` that belongs to this data worker"
         idxs,bs = self.idxs,self.deal.each
-        return _Samples.of(listed(idxs[k:k+bs]) for k in range(self.offs*bs, len(idxs), self.num_workers*bs))
+        lists = ((listed(idxs[k:k+bs]),k) for k in range(self.offs*bs, len(idxs), self.num_workers*bs))
+        if self.seeds is None: return _Samples.of(o for o,_ in lists)
+        return _Samples.of((Placed(o, self.places[k:k+bs], self.first+k//bs) for o,k in lists), lambda b: self.seeds.before(b, b.places))
 
     def create_batches(self, samps):
         "Return batches of this rank from `samps`, made by the user's `create_item`, `create_batch`, and so on"
@@ -159,8 +164,8 @@ class Indexed(FastaiSource):
 class _Samples(chain):
     "Samples of the lists `of`, each a batch, one by one; or as the lists that they are"
     @classmethod
-    def of(cls, lists):
-        res = cls.from_iterable(lists)
+    def of(cls, lists, each=iter):
+        res = cls.from_iterable(map(each, lists))
         res.lists = lists
         return res
 
@@ -180,7 +185,8 @@ def chunks(self:Indexed,
 
 @patch
 def _some_items(self:Indexed, idxs, plainly):
-    res = fetch_items(self.maker, idxs, plainly)
+    o,fixed = self.maker,plainly and type(self.maker.dataset) in (list,tuple)
+    res = fetch_items(o, idxs, plainly) if self.seeds is None or fixed else sum(self.seeds.read(idxs, lambda i: fetch_items(o, [i], plainly)), [])
     if not res: raise _skipped(self.deal.ranks.rank, idxs)
     return res
 
@@ -212,7 +218,11 @@ class Endless(Indexed):
 
     def sample(self):
         "Return the part of `idxs` that belongs to this data worker"
-        return (o for i,o in enumerate(self.idxs) if i//self.deal.each%self.num_workers==self.offs)
+        each,g,lo = self.deal.each,self.deal.g,self.deal.ranks.rank*self.deal.each
+        mine = (o for i,o in enumerate(self.idxs) if i//each%self.num_workers==self.offs)
+        if self.seeds is None: return mine
+        steps = count(self.first+self.offs, self.num_workers)
+        return _Samples.of((Placed(b, range(k*g+lo, k*g+lo+each), k) for k,b in zip(steps, chunked(mine, each))), lambda b: self.seeds.before(b, b.places))
 
 # %% ../../nbs/205_data.source.ipynb #3114e7d3
 class Stream(FastaiSource):
@@ -252,9 +262,10 @@ def sliced(self:Stream,
     "Yield for each global batch its size, a digest of its first sample, and this rank's slice"
     o,rank = self.maker,self.deal.ranks.rank
     chunks,at = self._raw(samps),self.deal.slicer(rank)
-    for raw in drawn_alike(chunks, rank, o) if self.joint else chunks:
-        mine = pick(raw, at(len(raw)))
-        b = [x for x in map(self._transformed, mine) if x is not None]
+    for k,raw in zip(count(self.offs, self.num_workers), drawn_alike(chunks, rank, o) if self.joint and self.seeds is None else chunks):
+        mine = pick(raw, pos := at(len(raw)))
+        its = map(self._transformed, mine) if self.seeds is None else self.seeds.within('item').read(Placed(mine, pos+k*self.deal.g, k), self._transformed)
+        b = [x for x in its if x is not None]
         if mine and not b: raise _skipped(rank, mine)
         yield len(raw),items_digest(raw[:1]),o.do_batch(b if self.deal.bs else b[0]) if b else None
 
@@ -262,9 +273,15 @@ def sliced(self:Stream,
 def _raw(self:Stream, samps):
     "Yield the samples `samps` in global batches, without transforms"
     if self.maker.dataset is not None: self.maker.it = iter(self.maker.dataset)
+    if self.seeds is not None: samps = self.seeds.before(samps, self._numbers())
     yield from chunked(filter(lambda x: x is not None, map(self._read, samps)), self.deal.g, self.deal.drop_last)
 
 # %% ../../nbs/205_data.source.ipynb #aa8b2c10
+@patch
+def _numbers(self:Stream):
+    "Return the positions in the stream of this data worker's samples"
+    return (i for i in count() if i//self.deal.g%self.num_workers==self.offs)
+
 @patch
 def _read(self:Stream, i):
     "Return item `i` without transforms, `None` for a skipped one"

@@ -76,13 +76,14 @@ def _note(seen, name, m, _, out):
 def module_outputs(
     model:nn.Module, # Left in another mode
     xb:tuple, # Its inputs
-    training:bool # Whether modules are in training mode, but for known norms and dropout
+    training # Whether modules are in training mode, but for known norms and dropout; or a function that is called with the model and sets their modes
 )->dict: # Name of a module -> for each of its calls a list of pairs: tensor, and whether it has a gradient
     "Run `model` and return the outputs of its modules"
     seen = {}
-    model.train(training)
-    for m in model.modules():
-        if isinstance(m, _known): m.eval()
+    if callable(training): training(model)
+    else:
+        model.train(training)
+        for m in model.modules(): isinstance(m, _known) and m.eval()
     with unhooked(model),torch.enable_grad():
         for name,m in model.named_modules(): m.register_forward_hook(partial(_note, seen, name))
         model(*xb)

@@ -26,6 +26,7 @@ from fastai.learner import Learner
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 from ..comm.rng import *
+from ..comm.draws import *
 
 # %% ../../nbs/301_evaluate.sandbox.ipynb #460e7686
 _shared = type,FunctionType,BuiltinFunctionType,ModuleType,torch.nn.Parameter
@@ -187,6 +188,6 @@ def to_try(
 @contextmanager
 def unnoticed():
     "Restore random states after this context, and ignore warnings and compute no gradients inside it"
-    with kept_random(), warnings.catch_warnings(), torch.no_grad():
+    with kept_random(), drawing_as_ever(), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter('ignore')
         yield

@@ -39,6 +39,7 @@ from ..state.checkpoint import *
 from ..state.rewind import *
 from ..state.held import *
 from ..parallel.proxy import *
+from ..parallel.seeding import *
 from ..train.events import deciders
 from ..train.trainer import *
 from .replay import *
@@ -150,7 +151,8 @@ class Replays:
                 warnings.simplefilter('ignore') # what there is to be said ranks say
                 self._begin()
                 as_one_process(t.learn, t.size, t.phases.of_rank, t.job.live.accumulate)
-                with how(t.learn): return replay(t.learn, Excerpt(ifnone(k, self.k), step_values))
+                own = nullcontext() if t.seed is None else seeded_alone(t.learn, t.seed, t.job.world)
+                with own as run,how(t.learn): return replay(t.learn, Excerpt(ifnone(k, self.k), step_values), run)
         finally:
             torch.set_num_threads(n)
             self.there.restore()
@@ -164,7 +166,7 @@ class Replays:
         def values(learn):
             with t.layout.files.whole(learn): return {} if rank else step_values(learn)
         try:
-            with sharded(t),scratch_files(self.token),quietly(learn),how(learn):
+            with sharded(t),scratch_files(self.token),quietly(learn),how(learn),nullcontext() if t.seeding is None else t.seeding.uncounted():
                 self._begin()
                 return replay(learn, Excerpt(self.k, values), partial(t._on_with_events, partial(type(learn)._with_events, learn)))
         finally:
@@ -289,6 +291,7 @@ class Auditor:
         with trainer.job.together(lambda: 'the audit before a fit'),unsharded(trainer):
             runs,draws,learn = Replays(trainer, self.k),Draws(),trainer.learn
             one,e = self._alone(runs, draws)
+            if trainer.seed is not None: draws.names = {} # ranks draw what one process draws, so all is compared
             if e: return Audit(trainer.size, note=f'One process fails in these steps: {e}')
             many = runs.together()
             rows = judge(runs, one, many, draws.names)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
 from ..comm.collective_log import *
 from ..comm.collectives import *
+from ..comm.seeds import *
 from ..data.digest import *
 
 # %% ../../nbs/417_state.consistency.ipynb #333a82a7
@@ -81,9 +82,9 @@ def learner_facts(
     deciders:list=() # Names of the callbacks that may cancel
 )->dict: # Name -> plain value
     "Return the facts that all ranks must share for `task`"
-    fit = task=='fit'
+    fit,seed = task=='fit',seed_of(learn)
     dls = zip(('training','validation'), getattr(learn.dls, 'loaders', [])) if fit else [('evaluation',learn.dl)]
-    res = {'tasks': 'a fit' if fit else 'an evaluation'} | ({'numbers of epochs': learn.n_epoch} if fit else {}) | {'callbacks that may cancel': list(deciders),
+    res = {'tasks': 'a fit' if fit else 'an evaluation'} | ({} if seed is None else {'seeds': seed}) | ({'numbers of epochs': learn.n_epoch} if fit else {}) | {'callbacks that may cancel': list(deciders),
         'loss functions': name_of(learn.loss_func), 'metrics': [name_of(getattr(m, 'func', m)) for m in learn.metrics]} | model_facts(learn.model)
     for name,dl in dls: res |= _loader_facts(dl, name) if isinstance(dl, (DataLoader,TorchLoader)) else {}
     return res|{'optimizers': [type(learn.opt).__name__, *map(str, learn.opt.hypers)]} if fit and isinstance(learn.opt, Optimizer) else res

@@ -23,6 +23,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.errors import *
 from ..comm.rng import *
+from ..comm.seeds import *
 from ..data.digest import *
 from ..data.loader import *
 from .values import *
@@ -44,7 +45,7 @@ def _later(learn):
     rec,opt = getattr(learn, 'recorder', None),learn.opt
     steps = [getattr(cb, '__name__', type(cb).__name__) for cb in opt.cbs] if isinstance(opt, Optimizer) else [type(getattr(opt, 'opt', opt)).__name__]
     columns = {k:bool(getattr(rec, k, False)) for k in ('train_metrics','valid_metrics','add_time')}
-    return {'steps of the optimizer':steps, 'metrics':[str(getattr(m, 'name', type(m).__name__)) for m in learn.metrics], 'columns of the recorder':columns}
+    return {'seed':seed_of(learn), 'steps of the optimizer':steps, 'metrics':[str(getattr(m, 'name', type(m).__name__)) for m in learn.metrics], 'columns of the recorder':columns}
 
 # %% ../../nbs/409_state.progress.ipynb #68921e5e
 def check_same_training(
@@ -58,11 +59,11 @@ def check_same_training(
     if was['model']!=now['model']: raise ResumeError(path, f'another model: {differences(was["model"], now["model"])}', _elsewhere)
     a,b = was['global batch'],now['global batch']
     if a!=b: raise ResumeError(path, f'batches of {a} samples on all ranks together; {ranks} ranks make batches of {b} here', _fitting_batch(a, ranks))
-    free = ['settings', *(k for k in _added if k not in was or done and k in _added[1:])]
+    free = ['settings', *(k for k in _added if k not in was or done and k in _added[2:])]
     name = first(k for k in {**was, **now} if k not in free and was.get(k)!=now.get(k))
     if name: raise ResumeError(path, f'another training: {name} was {was.get(name)}, is {now.get(name)}', _elsewhere)
 
-_added = 'steps of the optimizer','metrics','columns of the recorder'
+_added = 'seed','steps of the optimizer','metrics','columns of the recorder'
 _elsewhere = 'give this training a path of its own, or delete the folder to begin again; seed what is drawn at random before the fit'
 
 def _fitting_batch(g, n): return f'bs={g//n}' if g and g%n==0 else f'a number of ranks that divides {g}'

@@ -62,7 +62,8 @@ class Phases:
         learn:Learner, # In a job
         world:World, # This process's world
         split=False, # Whether a batch of the user's loader is split among ranks, instead of one for each
-        alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
+        alone:callable=lambda: False, # Returns whether rank 0 evaluates on its own
+        seeding=None # The `Seeding` of a job with a seed, in which one process goes over a share too
     ):
         store_attr()
         self.of_rank = partial(split_bs, split, world.size)
@@ -101,10 +102,11 @@ def share(self:Phases,
     cls:type # `StepDL` for training, `EvalDL` for evaluation
 ): # During a fit, and for a loader of the Learner, the same object each time
     "Return this rank's share of `dl`"
-    if self.size==1 or not isinstance(dl, (DataLoader,TorchLoader)): return dl
+    if not isinstance(dl, (DataLoader,TorchLoader)) or self.size==1 and (self.seeding is None or self.alone()): return dl
     if isinstance(dl, DistributedDL): dl = dl.dl
     res = self.shares.get((id(dl),cls))
     if res is None: res = cls(dl, self.world.rank, self.size, self.world.device, self.of_rank)
+    res.seeding = self.seeding
     res.follow()
     mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
     if self.fitting: self.shares = {(id(o.dl),type(o)):o for o in (*self.shares.values(),res) if any(o.dl is l for l in mine)}
@@ -127,7 +129,7 @@ def start(self:Phases,
 )->Phase:
     "Open a phase over this rank's share of `learn.dl`"
     dl,rec = self.share(self.learn.dl, cls),getattr(self.learn, 'recorder', None)
-    shared = isinstance(dl, DistributedDL)
+    shared = isinstance(dl, DistributedDL) and self.size>1
     self.open[-1:] = [Phase(dl if shared else None, rec)]
     if shared: dl.in_step = True
     if shared and not dl.source.is_dealt: self._name_own_batches()

@@ -24,7 +24,7 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/709_train.trainer.ipynb #5741cbd2
 import os,traceback
 from warnings import warn
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,nullcontext
 from accelerate import Accelerator as HFAccelerator
 from fastcore.all import *
 from fastai.basics import *
@@ -32,12 +32,14 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..base.errors import *
+from ..base.loans import *
 from ..job.world import *
 from ..job.options import *
 from ..job.callbacks import *
 from ..job.fork import *
 from ..comm.collectives import *
 from ..comm.rng import *
+from ..comm.seeds import *
 from ..data.loader import *
 from ..evaluate.loss import *
 from ..evaluate.evaluate import *
@@ -51,6 +53,7 @@ from ..parallel.foreach import *
 from ..parallel.layout import *
 from ..parallel.ddp import *
 from ..parallel.context import *
+from ..parallel.seeding import *
 from .process import *
 from .events import *
 from .agreement import *
@@ -65,7 +68,7 @@ from .lr_find import *
 class DistributedTrainer(WrapperCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = 'job','_events','agreement','phases','layout','weigh','evaluate','entered','held'
+    _stateattrs = 'job','_events','agreement','phases','layout','weigh','evaluate','entered','held','seeding'
     rehearsal = noop # called with the trainer before each fit
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
@@ -74,9 +77,11 @@ class DistributedTrainer(WrapperCallback):
         desync_check=True, # Whether ranks compare what they hold when an epoch's training ends
         shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
         keep_sharded=False, # Whether the model stays in shards after the context
+        seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
         **kwargs
     ):
         check_options(**kwargs)
+        self.seed = check_seed(seed)
         self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience),desync_check,kwargs,False
         self.plan = _plan(shard, kwargs.pop('fsdp_plugin', None), keep_sharded, kwargs.get('kwargs_handlers'))
         self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
@@ -86,7 +91,7 @@ class DistributedTrainer(WrapperCallback):
     def _init_state(self):
         super()._init_state()
         self.__dict__.update(job=None, _events=None, agreement=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None)
-        self.__dict__.update(entered=None, held=None, _lean=False, compares=False, _dropped=False)
+        self.__dict__.update(entered=None, held=None, seeding=None, _lean=False, compares=False, _dropped=False)
 
     def __call__(self, event_name):
         "Call the method for `event_name` while the Learner is in a job"
@@ -114,7 +119,7 @@ def _lend(self:DistributedTrainer):
     check_env(os.environ)
     _warn_lone(os.environ)
     w,plan = self.accelerator.world,self.plan
-    if w.size>1 or not _asks_for_nothing(self.options, os.environ): self._join(w, plan)
+    if w.size>1 or self.seed is not None or not _asks_for_nothing(self.options, os.environ): self._join(w, plan)
     self.entered = ExitStack()
     self.entered.enter_context(forked_workers())
     if w.size==1: self.entered.enter_context(own_report(self.learn))
@@ -151,6 +156,10 @@ def _make_parts(self:DistributedTrainer, w, plan):
     self._events = Events(learn, w.rank, job.line)
     self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
+    if self.seed is not None:
+        self.seeding = self.phases.seeding = Seeding(self.seed, learn, self.phases)
+        job.help(self.seeding)
+        self.__dict__['_on_with_events'] = self._seeded_events
     self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
     weights = Weights(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, weights=weights)
@@ -199,7 +208,8 @@ def _return(self:DistributedTrainer):
     if self.job: self.job.close()
     self._hand_over()
     self.accelerator.adopt(None, None)
-    self.job = self.entered = None
+    self.job = self.entered = self.seeding = None
+    self.__dict__.pop('_on_with_events', None)
 
 # %% ../../nbs/709_train.trainer.ipynb #c5d0222a
 @patch
@@ -264,6 +274,7 @@ def _of_ranks(self:DistributedTrainer, f, event_type):
     if event_type=='batch': return partial(self._on_batch, f) if self._learner.training or self.layout.gathers else f
     return self.layout.counted(f) if event_type=='step' else f
 
+# %% ../../nbs/709_train.trainer.ipynb #5eed0710
 @patch
 def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop):
     if self._events.alone: return self.agreement.aside(run, f, event_type, ex, final)
@@ -278,13 +289,30 @@ def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop)
     f = partial(self.agreement.settled, partial(self.agreement.to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or inner: return run(f, event_type, ex, final)
     place = partial(loop_place, self.learn)
-    with self.job.together(place, self._events.position), own_random(self.job.world.rank), self.evaluate.watching(), self._whole_again(event_type):
+    with self.job.together(place, self._events.position), self._own_random(), self.evaluate.watching(), self._whole_again(event_type):
         self.layout.renew(self.learn)
         check_alike(learner_facts(self.learn, event_type, deciders(self.learn.cbs)))
         self._events.vote = self.agreement.vote
         self._hand_over(self.phases, self.layout, [o for o in self.job.helpers if isinstance(o, JobCallback)])
         try: return run(f, event_type, ex, final)
         finally: self.job.line.faults.armed = False # before anything that puts back begins; a call would come too late
+
+# %% ../../nbs/709_train.trainer.ipynb #5eed0712
+@patch
+def _own_random(self:DistributedTrainer): return own_random(self.job.world.rank) if self.seeding is None else nullcontext()
+
+@patch
+def _looked_at(self:DistributedTrainer, f):
+    self.seeding.look(self.layout)
+    f()
+
+@patch
+def _seeded_events(self:DistributedTrainer, run, f, event_type, ex, final=noop):
+    alone,seeding,events = self._events.alone,self.seeding,partial(type(self)._on_with_events, self)
+    if event_type=='batch' and not alone: f = partial(self._looked_at, f)
+    if event_type=='fit' and not self._fitting and not alone: self.rehearsal(self) # before the place of this fit
+    place = seeding.draws.aside() if alone else seeding.around(event_type) if event_type not in ('backward','step') else nullcontext()
+    with lent(self, rehearsal=noop) if event_type=='fit' else nullcontext(),place: events(run, f, event_type, ex, final)
 
 # %% ../../nbs/709_train.trainer.ipynb #b0f1e202
 @patch

@@ -1,0 +1,255 @@
+"With a seed any number of ranks, with any number of data workers, draws what one process draws"
+import fastai.vision.augment,pandas as pd,pytest
+from functools import partial
+from accelerate.utils import DistributedDataParallelKwargs,FullyShardedDataParallelPlugin
+from torch.utils.data import DataLoader as TorchLoader,IterableDataset
+from fastai.callback.mixup import CutMix,MixUp
+from fastai.callback.rnn import rnn_cbs
+from fastai.collab import *
+from fastai.tabular.all import *
+from fastai.text.all import *
+from fastai.text.models.awdlstm import *
+from fastai.vision.all import *
+from fastai.vision.gan import *
+from fastdist.base.errors import *
+from seeded import *
+
+g = torch.Generator().manual_seed(1)
+n_all,bs = 28,12 # two whole batches and a ragged one
+images,classes,texts = torch.randn(n_all, 3, 16, 16, generator=g),torch.randint(3, (n_all,), generator=g),torch.randn(n_all, 9, 8, generator=g)
+# images of 16 pixels, of which torch computes all by its vectors: the logits and exponentials of a rest differ from them in the last bit, with a seed and without
+pictures = [PILImage.create((torch.rand(24, 24, 3, generator=g)*255).byte().numpy()) for _ in range(24)]
+
+def made(n, ds, valid, model, cbs=None, cls=DataLoader, loss=CrossEntropyLossFlat, bs=bs, **kw):
+    torch.manual_seed(0)
+    size = dict(batch_size=bs//n) if cls is TorchLoader else dict(bs=bs//n)
+    return Learner(DataLoaders(cls(ds, **size, **kw), cls(valid, **size)), model(), loss_func=loss(), cbs=cbs and cbs())
+
+def net(model, x=images, **kw):
+    ds = list(zip(x, classes))
+    return lambda n: made(n, ds, ds[:10], model, shuffle=True, **kw)
+
+def vision(item=(), batch=(), workers=0, model=None):
+    def mk(n):
+        ds = Datasets(range(24), [[lambda i: pictures[i]], [lambda i: i%3,Categorize(vocab=[0,1,2])]], splits=[range(18),range(18,24)])
+        tfms = dict(after_item=[*(item or [Resize(16)]),ToTensor()], after_batch=[IntToFloatTensor(),*batch])
+        torch.manual_seed(0)
+        own = model() if model else nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 3))
+        return Learner(ds.dataloaders(bs=bs//n, num_workers=workers, device='cpu', drop_last=False, **tfms), own, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+    return mk
+
+def flat(*ls): return lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, 12), *[l() for l in ls], nn.Linear(12, 3))
+def conv(*ls): return lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), *[l() for l in ls], nn.Flatten(), nn.Linear(294, 3))
+
+@pytest.mark.parametrize('workers', (0,1,3))
+def test_augmented_batches_on_any_number_of_ranks(workers):
+    same_on(dict(all=vision([RandomResizedCrop(16)], aug_transforms(size=16), workers)), (2,3,4) if workers==0 else (4,))
+
+sized = dict(CropPad=22, RandomCrop=18, OldRandomCrop=18, Resize=20, RandomResizedCrop=18, RatioResize=22)
+items = dict(FlipItem=FlipItem, DihedralItem=DihedralItem) | {k:partial(getattr(fastai.vision.augment, k), v) for k,v in sized.items()}
+of_batch = {o.__name__:partial(o, p=.7) for o in (Flip,Dihedral,Rotate,Zoom,Warp,Brightness,Contrast,Saturation,Hue)}
+of_batch |= dict(DeterministicFlip=DeterministicFlip, DeterministicDihedral=DeterministicDihedral, RandomResizedCropGPU=partial(RandomResizedCropGPU, 16))
+of_batch |= dict(RandomErasing=partial(RandomErasing, p=.9, max_count=2))
+bases = {'RandTransform','AffineCoordTfm','SpaceTfm','LightingTfm','HSVTfm'}
+
+def test_every_random_transform_of_fastai():
+    found = {k for k,v in vars(fastai.vision.augment).items() if isinstance(v, type) and issubclass(v, Transform) and v.__module__=='fastai.vision.augment'}
+    test_eq(found, {*items,*of_batch}|bases)
+    mks = {k:vision([o(),Resize(16)]) for k,o in items.items()} | {k:vision(batch=[o()]) for k,o in of_batch.items()}
+    same_on(mks, (2,), lambda learn: learn.fit(1, .01))
+
+class Recurrent(Module):
+    def __init__(self, cls, batch_first): self.rnn,self.first,self.out = cls(8, 8, 2, dropout=.4, batch_first=batch_first),batch_first,nn.Linear(8, 3)
+    def forward(self, x): return self.out(self.rnn(x if self.first else x.transpose(0, 1))[0].mean(1 if self.first else 0))
+
+class Attends(Module):
+    def __init__(self, batch_first): self.att,self.first,self.out = nn.MultiheadAttention(8, 2, dropout=.3, batch_first=batch_first),batch_first,nn.Linear(8, 3)
+    def forward(self, x):
+        x = x if self.first else x.transpose(0, 1)
+        return self.out(self.att(x, x, x)[0].mean(1 if self.first else 0))
+
+class Deep(Module):
+    "Stochastic depth, for each sample"
+    def __init__(self): self.conv = nn.Conv2d(6, 6, 1)
+    def forward(self, x): return x+self.conv(x)*(torch.rand(len(x), 1, 1, 1)<.7)/.7 if self.training else x+self.conv(x)
+
+class Connect(Module):
+    "Drops out weights, which are as many as samples"
+    def __init__(self): self.w,self.out = nn.Parameter(torch.randn(12, 12)*.1),nn.Linear(12, 3)
+    def forward(self, x): return self.out(F.dropout(F.linear(x, F.dropout(self.w, .5, self.training)), .3, self.training))
+
+class Loud(Module):
+    "Counts, and drops out weights: no copy of it can be tried"
+    calls = 0
+    def __init__(self): self.lin,self.out = nn.Linear(768, 12),nn.Linear(12, 3)
+    def forward(self, x):
+        Loud.calls += 1
+        return self.out(F.dropout(self.lin(x.flatten(1)), .4, self.training)+F.dropout(self.lin.weight, .5, self.training).sum()) if not print(end='') else 0
+
+encoder = lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, .2, batch_first=True), nn.Flatten(), nn.Linear(72, 3))
+models = {k.__name__:net(conv(k)) for k in (nn.Dropout,nn.Dropout2d,nn.AlphaDropout,nn.FeatureAlphaDropout,nn.RReLU,Deep)}
+models |= dict(
+    once=net(lambda: nn.Sequential(nn.Conv1d(9, 6, 3), nn.Dropout1d(.3), nn.Flatten(), nn.Linear(36, 3)), texts),
+    thrice=net(lambda: nn.Sequential(nn.Conv3d(1, 4, (1,3,3), 2), nn.Dropout3d(), nn.Flatten(), nn.Linear(392, 3)), images[:,None]),
+    connect=net(Connect, texts[:,0].repeat(1, 2)[:,:12]), connect_24=net(Connect, texts[:,0].repeat(1, 2)[:,:12], bs=24), loud=net(Loud))
+kinds = dict(lstm=partial(Recurrent, nn.LSTM), gru=partial(Recurrent, nn.GRU), attention=Attends)
+sequences = {f'{k}_{o}':net(partial(v, o), texts) for k,v in kinds.items() for o in (True,False)} | dict(encoder=net(encoder, texts))
+
+def test_dropout_of_every_kind(): same_on(models)
+def test_dropout_of_sequences(): same_on(sequences, (2,))
+
+class Noise(Callback):
+    def before_batch(self):
+        if self.training: self.learn.xb = (self.x+.1*torch.randn_like(self.x)*random.random(),)
+    def after_pred(self): self.learn.pred = self.pred+.01*torch.randn(len(self.pred), 3)
+
+class OwnNoise(Callback):
+    def __init__(self): self.g,self.rng = torch.Generator(),np.random.default_rng()
+    def before_batch(self): self.learn.xb = (self.x+torch.rand(self.x.shape, generator=self.g)*self.rng.random(),)
+
+def test_noise_and_mixing_of_callbacks():
+    cbs = dict(mixup=partial(MixUp, .4), cutmix=CutMix, noise=Noise, own=OwnNoise)
+    same_on({k:net(flat(nn.Dropout), cbs=o) for k,o in cbs.items()}, batches=False)
+
+class Labels:
+    "Samples with noise, some with another class, by four generators"
+    def __init__(self): self.g,self.rng = np.random.default_rng(),random.Random()
+    def __len__(self): return n_all
+    def __getitem__(self, i):
+        x = images[i]+.1*self.g.normal()+.1*self.rng.random()+np.random.rand()*torch.rand(())
+        return x,classes[i] if random.random()<.7 else torch.randint(3, ())
+
+class Stream(IterableDataset):
+    def __iter__(self): return ((images[i]+torch.randn(())*random.random(),classes[i]) for i in range(n_all))
+    def __len__(self): return n_all
+
+def noisy(ds, **kw): return lambda n: made(n, ds(), ds(), flat(nn.Dropout), **kw)
+data = dict(plain=noisy(Labels, shuffle=True), stream=noisy(Stream),
+    torchs=noisy(Labels, cls=TorchLoader, shuffle=True), torch_stream=noisy(Stream, cls=TorchLoader))
+workers = dict(plain=noisy(Labels, shuffle=True, num_workers=2), stream=noisy(Stream, num_workers=1),
+    torchs=noisy(Labels, cls=TorchLoader, shuffle=True, num_workers=2, persistent_workers=True), torch_stream=noisy(Stream, cls=TorchLoader, num_workers=1))
+
+def test_noise_of_data_sets():
+    a,b = same_on(data),same_on(workers, (2,))
+    for k in data: assert alike(a[k]['batches'], b[k]['batches']), k
+
+def language_model(n):
+    torch.manual_seed(0)
+    ds = [torch.arange(i, i+60)%50 for i in range(20)]
+    dls = DataLoaders(*[LMDataLoader(ds, bs=bs//n, seq_len=7, shuffle=o) for o in (True,False)])
+    cfg = awd_lstm_lm_config|dict(emb_sz=12, n_hid=16, n_layers=2)
+    return Learner(dls, get_language_model(AWD_LSTM, 50, cfg), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=rnn_cbs(2., 1.))
+
+def text(n, longest=60):
+    torch.manual_seed(0)
+    r = random.Random(0)
+    ds = [(LMTensorText(torch.randint(2, 50, (r.randint(20, longest),), generator=torch.Generator().manual_seed(i))),TensorCategory(i%3)) for i in range(30)]
+    dls = DataLoaders(*[SortedDL(ds, bs=bs//n, shuffle=o, before_batch=pad_input_chunk, sort_func=lambda x: len(x[0])) for o in (True,False)])
+    cfg = awd_lstm_clas_config|dict(emb_sz=12, n_hid=16, n_layers=2)
+    return Learner(dls, get_text_classifier(AWD_LSTM, 50, 3, config=cfg), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=rnn_cbs(0., 0.))
+
+def frame(n=60):
+    r = np.random.RandomState(0)
+    return pd.DataFrame(dict(u=r.randint(0, 9, n), i=r.randint(0, 9, n), r=r.rand(n), a=r.choice(list('xyz'), n), b=r.rand(n), y=r.choice(['p','q'], n)))
+
+def tabular(n):
+    dls = TabularDataLoaders.from_df(frame(), procs=[Categorify,Normalize], cat_names=['a'], cont_names=['r','b'], y_names='y', valid_idx=range(48,60), bs=bs//n, device='cpu')
+    torch.manual_seed(0)
+    return tabular_learner(dls, layers=[20,10], config=tabular_config(ps=[.2,.3], embed_p=.3), metrics=accuracy, opt_func=SGD)
+
+def collab(n):
+    dls = CollabDataLoaders.from_df(frame(), bs=bs//n, device='cpu', seed=3)
+    torch.manual_seed(0)
+    return collab_learner(dls, use_nn=True, layers=[10], y_range=(0,1), config=tabular_config(embed_p=.2, ps=[.3]), opt_func=SGD)
+
+def test_text_tabular_and_collab():
+    same_on(dict(lm=language_model, text=text, tabular=tabular, collab=collab), batches=False, fit=lambda learn: learn.fit(1, .05))
+
+class Latent:
+    def __len__(self): return n_all-4
+    def __getitem__(self, i): return torch.randn(6),images[i,:,:8,:8].contiguous()
+
+def gan(n):
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(6, 16), nn.Dropout(.2), nn.Linear(16, 192), nn.Unflatten(1, (3,8,8)))
+    critic = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Dropout(.3), nn.Linear(8, 1))
+    dls = DataLoaders(*[DataLoader(Latent(), bs=bs//n, shuffle=o) for o in (True,False)])
+    return GANLearner.wgan(dls, maker, critic, opt_func=partial(Adam, mom=0.), switcher=FixedGANSwitcher(1, 1))
+
+@pytest.mark.filterwarnings('ignore')
+def test_a_gan(): same_on(dict(gan=gan), fit=lambda learn: learn.fit(2, .001))
+
+def evaluated(learn):
+    learn.fit(1, .01)
+    return [learn.get_preds(cbs=[MCDropoutCallback()])[0],learn.get_preds(cbs=[MCDropoutCallback()])[0],learn.validate()]
+
+def test_evaluations_that_draw():
+    res = same_on(dict(net=net(flat(nn.Dropout))), fit=evaluated)['net']['result']
+    assert not near(res[0], res[1])
+    same_on(dict(vision=vision(batch=aug_transforms(size=16))), fit=lambda learn: learn.fit(1, .01) or [learn.tta(n=2)[0] for _ in range(2)])
+    same_on(dict(net=net(flat(nn.Dropout))), batches=False, fit=lambda learn: learn.lr_find(num_it=8, show_plot=False) and learn.fit(1, .01))
+
+def test_shards(): same_on(dict(plain=net(flat(nn.Dropout)), encoder=sequences['encoder']), shard=True)
+def test_activations_that_are_computed_again():
+    kw = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['TransformerEncoderLayer'])
+    one, = on_each(dict(encoder=sequences['encoder']), 1)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True, **kw)
+    for r in on_each(dict(encoder=sequences['encoder']), 2, fsdp_plugin=plugin): assert all(near(r['encoder'][k], one['encoder'][k]) for k in ('weights','losses'))
+
+def test_an_audit_compares_what_is_random():
+    def run(rank):
+        learn = models['Dropout'](2)
+        with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=42, audit=2): one_cycle(learn)
+        return learn.audit.ok,learn.audit.draws,len(learn.audit.rows)==len(learn.audit.compared),[o.item() for o in learn.recorder.losses]
+    one, = on_each(dict(it=models['Dropout']), 1)
+    for *said,losses in on_ranks(run, 2, timeout=110):
+        test_eq(said, [True,[],True])
+        assert near(losses, one['it']['losses'])
+
+def test_accumulation(): same_on(dict(plain=net(flat(nn.Dropout))), gradient_accumulation_steps=2)
+
+class ByChance(Module):
+    def __init__(self): self.lin = nn.Linear(12, 12)
+    def forward(self, x): return self.lin(x) if random.random()<.5 else x
+
+def test_what_python_draws_in_a_model_all_ranks_draw():
+    same_on(dict(plain=net(flat(ByChance, nn.Dropout))), (2,), kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+
+class Permutes(Callback):
+    def before_batch(self): self.learn.xb = (self.x[torch.randperm(len(self.x))],)
+
+def refused(mk, n=2):
+    with pytest.raises(RankError) as e: on_each(dict(it=mk), n)
+    return str(e.value)
+
+def test_a_permutation_of_the_batch_is_refused_on_ranks():
+    mk = net(flat(), cbs=Permutes)
+    on_each(dict(it=mk), 1)
+    assert 'test_seeds.py' in (said := refused(mk)) and 'draws a permutation of 6' in said and 'HINT: leave it to MixUp' in said
+
+def test_texts_of_many_chunks_are_refused(): assert 'cannot be told which of them are whose' in refused(partial(text, longest=300))
+
+@pytest.mark.parametrize('seed', (-1,1.5,'42',True))
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(OptionError, match='a whole number, 0 or more'): net(flat())(1).to_distributed(seed=seed)
+
+def test_ranks_have_one_seed():
+    def run(rank):
+        learn = net(flat())(2)
+        with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=rank): learn.fit(1)
+    with pytest.raises(RankError, match=r'Ranks have different seeds: \[0, 1\]'): on_ranks(run, 2)
+
+def test_without_a_seed_and_after_a_context_torch_draws_as_ever():
+    x,found = torch.ones(100),[]
+    def dropped():
+        torch.manual_seed(1)
+        return F.dropout(x)
+    class Look(Callback):
+        def after_pred(self): found.append(dropped())
+    was = dropped()
+    for ctx in ({},dict(seed=1)):
+        learn = net(flat(), cbs=Look)(1)
+        with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(**ctx): learn.fit(1)
+        test_eq(dropped(), was)
+        test_eq([torch.equal(o, was) for o in found], [not ctx]*len(found))
+        found.clear()
