@@ -251,15 +251,16 @@ def _be_head(acc, engine, fun, args, kwargs, options, held):
     "Distribute `fun`; return its result and what it trained"
     acc._engine = engine
     res = acc.distribute(fun, **options)(*args, **kwargs)
-    return res,[state_away(o) for o in held]
+    is_pair = isinstance(res, tuple) and bool(held) and res[0] is model_and_opt(held[0])[0]
+    return res,is_pair,[state_away(o) for o in held]
 
 def _brought_home(held, found, into):
     "Write what a job trained into `into`, or into what its function has in this process, and return its result"
-    res,states = found
+    res,is_pair,states = found
     into = into or held
     if into and len(into)!=len(states): raise ValueError(f'You bring home {len(into)} objects, but the job has trained {len(states)}. HINT: as many, in the order in which its function has them')
     if into: come_home(*zip(into, states))
-    return res
+    return model_and_opt(into[0]) if into and is_pair else res
 
 # %% ../nbs/902_accelerator.ipynb #842fc22e
 @patch(cls_method=True)
