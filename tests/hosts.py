@@ -25,7 +25,14 @@ client = """Host {names}
   LogLevel ERROR
 """
 
-def why_no_hosts(): return why_missing('sshd ssh ip', 'openssh-server', 'openssh-client', 'iproute2', path=f"{os.environ['PATH']}:/usr/sbin:/sbin") or ('only root can make network namespaces' if os.geteuid() else None)
+def why_no_hosts():
+    "Why there can be no hosts here"
+    if why := why_missing('sshd ssh ip', 'openssh-server', 'openssh-client', 'iproute2', path=f"{os.environ['PATH']}:/usr/sbin:/sbin"): return why
+    if os.geteuid(): return 'only root can make network namespaces'
+    try:
+        with namespaces(('fdt',), '10.213.79'): return
+    except subprocess.CalledProcessError as e: return f'{" ".join(e.cmd)} failed: {e.stderr}'
+
 def sh(cmd): subprocess.run(cmd.split(), check=True, capture_output=True, timeout=30)
 
 @contextmanager
