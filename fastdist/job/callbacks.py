@@ -85,7 +85,7 @@ def hooks_of(
 
 def hook_events(
     learn, # A Learner
-    cb # `LendingCallback` with a method `_on_with_events(run, f, event_type, ex, final)`, which calls `run` with the others
+    cb # With a method `_on_with_events(run, f, event_type, ex, final)`, which calls `run` with the others, and an `around_order`
 ):
     "Let `cb` stand around the events of `learn`"
     hooks = first(hooks_of(learn))
@@ -95,7 +95,7 @@ def hook_events(
 
 def unhook_events(
     learn, # A Learner
-    cb # A callback
+    cb # That was hooked, perhaps
 ):
     "Undo `hook_events`, if that was done"
     for hooks in hooks_of(learn):

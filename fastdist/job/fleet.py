@@ -238,10 +238,10 @@ def swept(
 def meet(self:Fleet)->tuple: # Address and port of rank 0; interface of each agent
     "Return where ranks meet; raise `EngineError` if a machine reaches no address of rank 0's"
     head,*rest = self.nodes
-    head.link.send('listen', port=int(os.environ.get('MASTER_PORT', 0)))
-    msg,nonce = head.answer()
     own = self.hellos[0]['addresses']
     at = [*own] if len({o.name for o in self.nodes})>1 else ['127.0.0.1']
+    head.link.send('listen', at=at, port=int(os.environ.get('MASTER_PORT', 0)))
+    msg,nonce = head.answer()
     for o in rest: o.link.send('reach', nonce, at=at, port=msg['port'])
     ways = [o.answer()[0]['ways'] for o in rest]
     both = [a for a in at if all(a in w for w in ways)]
@@ -280,7 +280,7 @@ def own_path()->list:
     return [os.path.abspath(o) for o in sys.path if not {'site-packages','dist-packages'} & set(Path(o).parts) and not o.endswith('.zip') and not o.startswith(get_path('stdlib'))]
 
 # %% ../../nbs/015_job.fleet.ipynb #0a2f6e0a
-agent_code = f'from {be_agent.__module__} import be_agent; be_agent()'
+agent_code = f'{uncollected}; from {be_agent.__module__} import be_agent; be_agent()'
 
 class Command:
     "Channel to the agent that the command `cmd` starts"

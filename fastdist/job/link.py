@@ -34,8 +34,8 @@ class Link:
         while view: view = view[os.write(self.out, view):]
 
     def open(self):
-        "Write the mark, with which the frames of this side begin"
-        self._write(_mark)
+        "Write the mark, with which the frames of this side begin; an error of the stream is ignored, as in `send`"
+        with suppress(OSError): self._write(_mark)
 
     def send(self, kind:str, data:bytes=b'', **fields):
         "Send a frame; an error of the stream is ignored here, and ends the frames of the other direction"

@@ -12,7 +12,7 @@ It must not ask for a password, since nobody would see the question. Everything 
 __all__ = ['SSHHosts']
 
 # %% ../../nbs/016_job.ssh.ipynb #8992103e
-import shlex,sys
+import re,shlex,sys
 from shutil import which
 from fastcore.all import *
 from ..base.errors import *
@@ -21,15 +21,21 @@ from .fleet import *
 # %% ../../nbs/016_job.ssh.ipynb #063c3fe2
 _options = 'BatchMode=yes','ConnectTimeout=10','ServerAliveInterval=2','ServerAliveCountMax=3'
 
+def _checked(host):
+    "Return `host`; raise `OptionError` where `ssh` would take it for an option, or the port for a part of its name"
+    if not isinstance(host, str) or not re.match(r'[^-\s]', host): raise OptionError('hosts', host, "it is no destination for ssh. HINT: names, as ['gpu1', 'me@gpu2']")
+    if re.fullmatch(r'[^:]+:\d+', host): raise OptionError('hosts', host, f"ssh would take all of it for a name. HINT: 'ssh://{host}', or a Port in ~/.ssh/config")
+    return host
+
 class SSHHosts:
     "Engine whose agents are on `hosts`, each a destination for `ssh`"
     name = 'ssh'
     def __init__(self,
-        hosts:list, # Such as `['gpu1', 'me@gpu2']`; the first runs rank 0
+        hosts:list, # Such as `['gpu1', 'me@gpu2', 'ssh://gpu3:2222']`; the first runs rank 0
         python:str=None # Interpreter there; the path of this one by default
     ):
         if isinstance(hosts, str) or not hosts: raise OptionError('hosts', hosts, "HINT: a list of names, as ['gpu1', 'gpu2']")
-        self.places,self.python = list(map(str, hosts)),python or sys.executable
+        self.places,self.python = list(map(_checked, hosts)),python or sys.executable
 
     def open(self,
         i:int # Number of the host
@@ -37,6 +43,6 @@ class SSHHosts:
         "Start the agent on a host"
         if not which('ssh'): raise EngineError('There is no ssh on this machine. HINT: install an OpenSSH client')
         host,options = self.places[i],[o for k in _options for o in ('-o',k)]
-        return Command(['ssh','-T',*options,host,f'{shlex.quote(self.python)} -c {shlex.quote(agent_code)}'], self._hint(host))
+        return Command(['ssh','-T',*options,'--',host,f'{shlex.quote(self.python)} -c {shlex.quote(agent_code)}'], self._hint(host))
 
     def _hint(self, host): return f'. HINT: `ssh {host} {self.python} -c "import fastdist"` must work without a question; python= in Accelerator names another interpreter'
