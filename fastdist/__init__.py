@@ -29,6 +29,7 @@ Modules:
 - `fastdist.comm.draws`: torch's random draws in a step, made for the global batch and cut to the rows of this rank
 - `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
 - `fastdist.comm.inquiry`: A running job says where each rank stands, when any of its processes is asked
+- `fastdist.comm.numpy_draws`: NumPy's random draws in a step, made for the global batch, and what Python draws in a trial
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.requests`: Requests for a report of a running process, by a signal or over a socket of its node
@@ -46,6 +47,7 @@ Modules:
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
+- `fastdist.evaluate.chunks`: Texts that a classifier reads in chunks, of which a rank has some
 - `fastdist.evaluate.drawn`: The shapes in which a model draws, by a trial with two numbers of rows
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks

@@ -115,9 +115,10 @@ def to_distributed(self:Learner,
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
     cb = DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)
-    if k := audited_steps(audit, os.environ): cb.rehearsal = Auditor(k)
+    k = audited_steps(audit, os.environ)
     self.detach_distributed().add_cb(cb)
-    if k and cb.size==1: cb.rehearsal(cb) # it says that there is nothing to compare
+    if k and cb.size==1: Auditor(k, cb).compare() # it says that there is nothing to compare
+    elif k: cb.job.hook(Auditor(k, cb))
     return self
 
 @patch

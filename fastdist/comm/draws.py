@@ -17,7 +17,7 @@ batch, and `-8` for eight times as many, as the heads of attention make. What no
 
 # %% auto #0
 __all__ = ['drawing_ops', 'rule_of', 'shape_for', 'pattern_of', 'site', 'line_now', 'Patterns', 'StepDraws', 'drawing_as_ever',
-           'check_drawn']
+           'drawing_rows', 'check_drawn']
 
 # %% ../../nbs/116_comm.draws.ipynb #c1f9be13
 import os,sys,torch,warnings,numpy as np
@@ -109,6 +109,7 @@ class Patterns:
         "Forget what trials have shown, for another model"
         told = {where:ps for where,ps in vars(self).get('of_site', {}).items() if where[0] is None}
         self.of_site,self.all,self.weights,self.inputs,self.names,self.known = told,set().union(*told.values()),set(),set(),{},{}
+        self.lines,self.guesses = {},{} # site -> line; site -> pattern that its shape was taken for in a batch of so many rows, and no trial has seen
 
     def add(self, where, pattern):
         "Note that draws at the site `where` have `pattern`, or `None` for a shape that follows the batch in no known way"
@@ -123,8 +124,10 @@ class Patterns:
         m:int # Its rows
     )->bool: # `False` where the two did not draw alike
         "Note the patterns of a trial"
-        if [o for o,_ in a]!=[o for o,_ in b]: return False
-        for (where,x),(_,y) in zip(a, b): self.add(where, pattern_of(x, n, y, m))
+        if [o for o,_ in a]!=[o for o,_ in b]: return self._check_loops(a, n, b, m)
+        for (where,x),(_,y) in zip(a, b):
+            if where[-1]!='numbers': self.add(where, pattern_of(x, n, y, m))
+            elif x!=y: raise self._by_rows(where)
         return True
 
     def rule(self, shape, n):
@@ -133,6 +136,21 @@ class Patterns:
         found = {rule_of(p) for p in self.all if p is not None and shape_for(p, n)==shape}
         if len(found)!=1: return self._at_site(shape, n, bool(found))
         return self.known.setdefault((shape, n), found.pop())
+
+_hint_rows = 'draw for all samples of the batch at once by torch, or by functions of np.random, with the batch in the first dimension'
+
+@patch
+def _by_rows(self:Patterns, where):
+    who = self.lines.get(where, 'a callback, a transform or the model')
+    return SeedError(f'You set a seed, and {who} draws otherwise where a batch has another number of samples, so that ranks, which have a part of it each, do not draw what one process draws', _hint_rows)
+
+@patch
+def _check_loops(self:Patterns, a, n, b, m):
+    "Return `False`; raise `SeedError` where something is drawn once for each row"
+    a,b = (Counter(o for o,_ in l) for l in (a,b))
+    for o in a:
+        if a[o]*m==b[o]*n or o[-1]=='numbers' and a[o]!=b[o]: raise self._by_rows(o)
+    return False
 
 # %% ../../nbs/116_comm.draws.ipynb #b772927d
 @patch
@@ -143,6 +161,7 @@ def _at_site(self:Patterns, shape, n, several):
     found = {rule_of(p) for p in mine if shape_for(p, n)==shape} or {r for p in mine if len(p)==len(shape) and (r := rule_of(p)) and shape[r[0]]==n*r[1]}
     if len(found)==1: return found.pop()
     if several or found or any(len(p)==len(shape) and rule_of(p) for p in mine) or (pattern := self._by_shape(shape, n)) is None: return
+    self.guesses[where] = pattern,shape,n
     self.add(where, pattern)
     return rule_of(pattern)
 
@@ -153,10 +172,33 @@ def _by_shape(self:Patterns, shape, n):
     if not (lead or later): return shape
     if n>1 and shape[0]==n and (shape in self.inputs or not later) and shape not in self.weights: return (-1,*shape[1:])
 
+# %% ../../nbs/116_comm.draws.ipynb #15e96718
+@patch
+@contextmanager
+def doubted(self:Patterns):
+    "Return a context manager for a trial of what has drawn by guessed patterns; raise `SeedError` where one was wrong"
+    guesses,self.guesses = self.guesses,{}
+    for where in guesses: self.of_site.pop(where, None)
+    try: yield
+    finally:
+        unseen = {k:v for k,v in guesses.items() if k not in self.of_site}
+        for k,v in unseen.items(): self.add(k, v[0])
+        self.guesses.update(unseen)
+    for where,(p,shape,n) in guesses.items():
+        seen = {rule_of(o) for o in self.of_site[where] if o is not None and shape_for(o, n)==shape}
+        if where not in unseen and rule_of(p) not in seen: raise self._by_rows(where)
+
+@patch
+def settle(self:Patterns):
+    "Forget the guesses of a step; raise `SeedError` where a draw may be for the batch in another dimension"
+    guesses,self.guesses = self.guesses,{}
+    for where,(p,shape,n) in guesses.items():
+        if n>1 and not rule_of(p) and shape not in self.weights and any(o and o%n==0 for o in shape[1:]): raise self._by_rows(where)
+
 # %% ../../nbs/116_comm.draws.ipynb #73b29035
 class StepDraws:
     "torch's random draws inside `installed`: those of a step are made for the global batch and cut to this rank's rows"
-    at,notes,raw,counts = None,None,False,True # the rows of a step; draws of a trial; whether draws are not looked at; whether this step's are counted
+    at,notes,raw,counts,texts,drawn,changed = None,None,False,True,None,0,None # the rows of a step; draws of a trial; whether draws are not looked at; whether this step's are counted; see `evaluate.chunks`; see `mingled`
     def __init__(self): self.patterns,self.count = Patterns(),Counter()
 
     @contextmanager
@@ -184,9 +226,24 @@ class StepDraws:
         try: yield self.notes
         finally: self.notes = was
 
+    def note(self, shape, numbers=(), where=None):
+        "Note the `shape` of a draw in a trial, and whole `numbers` on which it depends"
+        where = where or site(self.patterns.names)
+        self.patterns.lines[where] = self.patterns.lines[at := (*where,'numbers')] = line_now()
+        self.notes += [(where, shape)]*bool(shape is not None)+[(at, tuple(numbers))]*bool(numbers)
+
+    def mingled(self, res, again, shape):
+        "Return the draw `res` of a trial of `n` rows, from row `i` on with what `again` draws, where `self.changed` is `(i, n)`"
+        i,n = self.changed or (0,0)
+        if n and (rule := self.patterns.rule(shape, n)):
+            at = (*[slice(None)]*rule[0],slice(i*rule[1],None))
+            for a,b in zip(*(o if isinstance(o, tuple) else (o,) for o in (res,again()))): a[at] = b[at]
+        return res
+
     def rule(self, op, shape):
         "Return the rule for a draw of `op`; raise `SeedError` where there is none"
         _,n,total = self.at
+        self.drawn += 1
         if n==total or not n: return ()
         res = self.patterns.rule(shape, n)
         if res is None: raise _untold(op, shape, n)
@@ -194,11 +251,22 @@ class StepDraws:
         return res
 
 # %% ../../nbs/116_comm.draws.ipynb #323ba454
+_permuting = 'randperm','permutation','shuffle'
+
 def _untold(op, shape, n):
-    what = f'numbers of shape {list(shape)}' if op!='randperm' else f'a permutation of {shape[0]}'
-    hint = ('leave it to MixUp or CutMix, which exchange the batch, or draw partners in the data set' if op=='randperm' else
+    what = f'numbers of shape {list(shape)}' if not op.endswith(_permuting) else f'a permutation of {shape[0]}'
+    hint = ('leave it to MixUp or CutMix, which exchange the batch, or draw partners in the data set' if op.endswith(_permuting) else
         'draw with the batch in the first dimension, or take another batch size, in which no other dimension has as many rows')
     return SeedError(f'You set a seed, and {line_now()} draws {what} by {op} in a batch of which this rank has {n} of all samples, so that it cannot be told which of them are whose', hint)
+
+@patch
+def check_permutation(self:StepDraws,
+    op:str, # What draws it
+    n:int # Its length
+):
+    "Raise `SeedError` where a rank permutes the rows of its batch"
+    _,mine,total = self.at
+    if mine!=total and mine and n in (mine,total) and self.patterns.rule((n,), mine)!=(): raise _untold(op, (n,), mine)
 
 # %% ../../nbs/116_comm.draws.ipynb #e4ba890e
 def _rows_of(d, rule, shape):
@@ -276,8 +344,7 @@ def _rrelu(d, op, plain, x, noise, lower=1/8, upper=1/3, training=False, generat
     return x.copy_(x*noise) if op.endswith('_') else x*noise
 
 def _permutation(d, op, plain, n, *, generator=None, out):
-    _,mine,total = d.at
-    if mine!=total and mine and n in (mine,total) and d.patterns.rule((n,), mine)!=(): raise _untold('randperm', (n,), mine)
+    d.check_permutation('randperm', n)
     return plain(n, generator=generator, out=out)
 
 # %% ../../nbs/116_comm.draws.ipynb #6d9018a7
@@ -300,13 +367,27 @@ def only_raw(self:StepDraws):
     try: yield
     finally: self.raw = was
 
+# %% ../../nbs/116_comm.draws.ipynb #81050285
+def _default_of(x): return torch.cuda.default_generators[x.device.index or 0] if isinstance(x, torch.Tensor) and x.is_cuda else torch.default_generator
+
+def _on_trial(d, plain, x, *args, generator=None, **kw):
+    "Note a draw, and take as much of the generator whatever its shape is, so that the draws behind it are the same in a batch of another size"
+    d.note(shape := tuple(getattr(x, 'shape', (x,))), [o for o in args if isinstance(o, int) and not isinstance(o, bool)])
+    g = generator or _default_of(x)
+    state = g.get_state()
+    if generator is not None: kw['generator'] = generator
+    again = partial(plain, x.clone() if d.changed and isinstance(x, torch.Tensor) else x, *args, **kw)
+    try: return d.mingled(plain(x, *args, **kw), again, shape) if isinstance(x, torch.Tensor) else plain(x, *args, **kw)
+    finally:
+        g.set_state(state)
+        with d.only_raw(): torch.empty((), dtype=torch.int64, device=g.device).random_(generator=g)
+
 def _taking(d, op, key):
     "Return the function that takes the place of the kernel of `op`"
     kernel,kind = _kernel(f'aten::{op}', key),_kinds.get(op, _refused)
     def draw(keys, *args, **kw):
         if d.raw or d.at is None and d.notes is None: return kernel.call_boxed(keys, *args, **kw)
-        if d.notes is not None: d.notes.append((site(d.patterns.names), tuple(getattr(args[0], 'shape', args[:1]))))
-        if d.notes is not None or d.at is None: return kernel.call_boxed(keys, *args, **kw)
+        if d.notes is not None: return _on_trial(d, partial(kernel.call_boxed, keys), *args, **kw)
         with torch._C.DisableTorchFunctionSubclass(): return kind(d, op, partial(kernel.call_boxed, keys), *args, **kw)
     return draw
 
@@ -337,6 +418,16 @@ def drawing_as_ever():
     "Return a context manager for a trial, whose draws belong to no step"
     with ExitStack() as stack:
         for o in _installed: o.notes is None and stack.enter_context(o.aside())
+        yield
+
+@contextmanager
+def drawing_rows(
+    rows:tuple # As for `StepDraws.rows`; `None` where nobody knows
+):
+    "Return a context manager for what is made of a batch where it is read, such as by a collate function"
+    with ExitStack() as stack:
+        if rows and not _installed: stack.enter_context(StepDraws().installed('CPU')) # a data worker that was not forked
+        for o in _installed if rows else (): stack.enter_context(o.rows(*rows))
         yield
 
 # %% ../../nbs/116_comm.draws.ipynb #9ce5bcc1

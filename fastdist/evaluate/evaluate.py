@@ -12,21 +12,20 @@ for nothing else.
 
 # %% auto #0
 __all__ = ['one_record', 'OneRecord', 'one_set_of_numbers', 'combine_stats', 'stats_of_all', 'gather_in_order', 'gathering',
-           'number_files', 'gather_predictions', 'Evaluate']
+           'number_files', 'gather_predictions', 'LeftInLoss', 'Evaluate']
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #5d09f972
-import torch
+import numbers,torch,numpy as np
 from contextlib import contextmanager
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
-import numpy as np
 from fastai.callback.hook import ActivationStats
-import numbers,torch,numpy as np
 from ..base.loans import *
 from ..job.callbacks import *
 from ..comm.collectives import *
+from ..data.loader import *
 from .merge import *
 from .merge_rules import *
 from .metrics import *
@@ -164,12 +163,39 @@ def gather_predictions(
 ):
     "Replace the rows that `cb` has collected on this rank by those of all ranks"
     vars(cb).pop('iter', None)
-    order,back = ph.dl.deal.gathered_order(),ph.dl.as_drawn()
+    order,back = ph.dl.deal.gathered_order(),as_drawn(ph.dl)
     for k,on in dict(inputs=cb.with_input, preds=cb.with_preds, targets=cb.with_targs, losses=cb.with_loss).items():
         if not on: continue
         dim = 0 if k=='losses' else cb.concat_dim
         res = gather_in_order(getattr(cb, k) if ph.sizes else None, order, dst, dim)
         setattr(cb, k, res if back is None or res is None else take_rows(res, torch.from_numpy(back), dim))
+
+# %% ../../nbs/311_evaluate.evaluate.ipynb #e7a10001
+class LeftInLoss:
+    "Numbers that steps leave in the loss function, each with this rank's weight in that step"
+    def __init__(self,
+        *names:str # Attributes of the loss function
+    ): self.left = dict.fromkeys(names, (None,0.))
+
+    def note(self,
+        loss_func, # Of a Learner, after a batch of training
+        part:float # Weight of this rank in the batch
+    ):
+        "Note the numbers that the batch has set"
+        for k,(v,_) in self.left.items():
+            new = getattr(loss_func, k, None)
+            if new is not v and isinstance(new, Tensor) and new.numel()==1: self.left[k] = new,part
+
+    def settle(self,
+        loss_func # As for `note`
+    ):
+        "Set the numbers of all ranks; one exchange, if there are any"
+        found = {k:(v,part) for k,(v,part) in self.left.items() if v is not None}
+        self.left = dict.fromkeys(self.left, (None,0.))
+        if not found: return
+        t = torch.tensor([[v.item()*part if part else 0., part] for v,part in found.values()], dtype=torch.float64, device=comm_device())
+        all_reduce(t)
+        for (k,(v,_)),(total,n) in zip(found.items(), t.tolist()): setattr(loss_func, k, v.new_tensor(total/n))
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #1c043ca8
 class Evaluate(JobCallback):
@@ -178,8 +204,12 @@ class Evaluate(JobCallback):
     def __init__(self, **parts):
         super().__init__(**parts)
         self.silent = self.phases.alone
-        self.rules,self.planned,self.untold,self.dst,self.settled,self.record = {},[],set(),None,[],None
+        self.rules,self.planned,self.untold,self.dst,self.settled,self.record,self.left = {},[],set(),None,[],None,None
 
+    def before_train(self):
+        "Begin to note what steps leave in the loss function, if a metric reads that"
+        names = [m.attr for m in self.learn.metrics if isinstance(m, LossMetric)]
+        self.left = LeftInLoss(*names) if names and self.phases.size>1 else None
     def before_validate(self):
         "Number the files of callbacks that save predictions"
         if self.phases.size>1 and self.phases.current.dl is not None:
@@ -192,9 +222,11 @@ class Evaluate(JobCallback):
     def after_batch(self):
         "Record size and loss of the batch"
         ph = self.phases.running
+        if self.left and self.learn.training: self.left.note(self.learn.loss_func, self.weights.part)
         if ph and ph.dl is not None and (not self.learn.training or ph.train_metrics): self._note(ph)
     def after_train(self):
-        "Merge the metrics of the training phase"
+        "Merge the metrics of the training phase, and what it has left in the loss function"
+        if self.left and not any(self.reduction.kind): self.left.settle(self.learn.loss_func)
         self._report(self.phases.current)
     def after_validate(self):
         "Merge metrics, losses and predictions of the evaluation"

@@ -88,9 +88,13 @@ class Audit:
         "First `Row` that differs, or `None`"
         return first(o for o in self.compared if o.differs)
     @property
+    def unlike(self):
+        "Relative difference in the first loss of one process that is run twice, from weights that differ in their last digit"
+        return max((o.rounding for o in self.compared if o.name=='loss' and not o.step), default=0.)
+    @property
     def ok(self):
-        "Return whether nothing differs that was compared"
-        return self.size==1 or bool(self.compared) and self.first is None
+        "Return whether nothing differs that was compared, and could be"
+        return self.size==1 or bool(self.compared) and self.first is None and self.unlike<.1
     def table(self):
         "Return all rows as a `DataFrame`"
         return pd.DataFrame([vars(o) for o in self.rows])
@@ -102,7 +106,8 @@ class Audit:
         most,by = max(rows, key=lambda o: o.gap),max((o.rounding for o in rows), default=0.)
         if self.ok: return (f'fastdist audit: {self.size} ranks compute what one process computes: {len(rows)} values in {_count(n)}, largest difference {most.gap:.1g} ({most.name}); '
             f'rounding alone makes {by:.1g}')
-        o = self.first
+        if not (o := self.first): return (f'fastdist audit: nothing can be said, since one process that is run twice differs by {self.unlike:.1g} in its first loss: '
+            'something draws numbers that no seed of Python, NumPy or torch decides, such as os.urandom')
         return f'fastdist audit: {self.size} ranks differ from one process, first in {o.name} after step {o.step+1}, {_by(o)} (rounding alone: {o.rounding:.1g}).{self.origin}'
     def _drawn(self):
         if not self.draws: return ''
@@ -168,10 +173,16 @@ class Replays:
         try:
             with sharded(t),scratch_files(self.token),quietly(learn),how(learn),nullcontext() if t.seeding is None else t.seeding.uncounted():
                 self._begin()
-                return replay(learn, Excerpt(self.k, values), partial(t._on_with_events, partial(type(learn)._with_events, learn)))
+                return replay(learn, Excerpt(self.k, values), _of_ranks(t))
         finally:
             t._said = said
             self.there.restore()
+
+# %% ../../nbs/808_observe.audit.ipynb #a0d17e02
+def _of_ranks(trainer):
+    "Return what runs events as in a fit on ranks, below the audit"
+    run = partial(trainer._on_with_events, partial(type(trainer.learn)._with_events, trainer.learn))
+    return run if trainer.seeding is None else partial(trainer.seeding._on_with_events, run)
 
 # %% ../../nbs/808_observe.audit.ipynb #cc00954c
 @contextmanager
@@ -266,19 +277,25 @@ def judge(
 # %% ../../nbs/808_observe.audit.ipynb #33014098
 class Auditor:
     "Compares the first `k` steps of a fit on ranks with those of one process, before the fit"
+    around_order = 4 # outside of the trainer and its seed
     def __init__(self,
-        k:int # Steps, and batches of validation
-    ): self.k,self.busy,self.resumed = k,False,{}
+        k:int, # Steps, and batches of validation
+        trainer:DistributedTrainer # On a Learner
+    ): self.k,self.trainer,self.busy,self.resumed = k,trainer,False,{}
 
-    def __call__(self,
-        trainer:DistributedTrainer # Whose Learner is about to fit
-    ):
-        "Set `learn.audit`, and show it on rank 0"
-        learn = trainer.learn
-        if self.busy or learn._grab_cbs(LRFinder) or any(self._goes_on(cb.path) for cb in learn._grab_cbs(Checkpoint)): return
+    def _on_with_events(self, run, f, event_type, ex, final=noop):
+        if event_type!='fit' or self.busy or self.trainer.phases.alone(): return run(f, event_type, ex, final)
         self.busy = True
-        try: learn.audit = self._report(trainer) if trainer.size>1 else Audit(1)
+        try:
+            self.compare()
+            run(f, event_type, ex, final)
         finally: self.busy = False
+
+    def compare(self):
+        "Set `learn.audit`, and show it on rank 0"
+        trainer,learn = self.trainer,self.trainer.learn
+        if learn._grab_cbs(LRFinder) or any(self._goes_on(cb.path) for cb in learn._grab_cbs(Checkpoint)): return
+        learn.audit = self._report(trainer) if trainer.size>1 else Audit(1)
         sys.audit('fastdist.audit', learn.audit) # for whoever listens, as fastdist-check does
         if not trainer.job or not trainer.job.world.rank: print(learn.audit)
 
@@ -290,7 +307,7 @@ class Auditor:
     def _report(self, trainer):
         with trainer.job.together(lambda: 'the audit before a fit'),unsharded(trainer):
             runs,draws,learn = Replays(trainer, self.k),Draws(),trainer.learn
-            one,e = self._alone(runs, draws)
+            one,e = _alone(runs, draws)
             if trainer.seed is not None: draws.names = {} # ranks draw what one process draws, so all is compared
             if e: return Audit(trainer.size, note=f'One process fails in these steps: {e}')
             many = runs.together()
@@ -298,27 +315,28 @@ class Auditor:
             res = broadcast_obj(one and Audit(trainer.size, rows, [str(o) for o in draws.names], note=_of_cut(runs.cut, learn)))
             if not res.first: return res
             if res.first.name==_which: res.origin = f' It begins in {", ".join(deciders(learn.cbs)) or "a callback"}, which leaves batches out by what one rank knows.'
-            else: res.origin = broadcast_obj(self._origin(runs, res, many))
+            else: res.origin = broadcast_obj(_origin(runs, res, many))
             return res
 
-    def _alone(self, runs, draws):
-        "Return the excerpt of one process, `None` on other ranks than 0, and its error in words; with smaller batches where its memory ends"
-        while True:
-            res,e,fits = rank0_alone(_tried, partial(runs.alone, draws.watching), name='audit') or (None,'',True)
-            e,fits = broadcast_obj((e, fits))
-            smallest = min([getattr(dl, 'bs', None) or 0 for dl in runs.trainer.learn.dls.loaders if isinstance(dl, DataLoader)], default=0)
-            if fits or smallest<2*runs.cut: return res,e
-            runs.cut *= 2
+# %% ../../nbs/808_observe.audit.ipynb #a0d17e01
+def _alone(runs, draws):
+    "Return the excerpt of one process, `None` on other ranks than 0, and its error in words; with smaller batches where its memory ends"
+    while True:
+        res,e,fits = rank0_alone(_tried, partial(runs.alone, draws.watching), name='audit') or (None,'',True)
+        e,fits = broadcast_obj((e, fits))
+        smallest = min([getattr(dl, 'bs', None) or 0 for dl in runs.trainer.learn.dls.loaders if isinstance(dl, DataLoader)], default=0)
+        if fits or smallest<2*runs.cut: return res,e
+        runs.cut *= 2
 
-    def _origin(self, runs, report, many):
-        points,row,learn = [],report.first,runs.trainer.learn
-        how = partial(noting, into=points, at=many.at[min(row.step, len(many.at)-1)])
-        rank0_alone(runs.alone, how, name='audit of a step')
-        runs.together(how)
-        ranks = gather_objs(points[-1], 0)
-        if not ranks: return
-        found = first_apart([o for o in takewhile(lambda o: o[0] not in report.draws, points[0])], ranks, max(1e-4, 30*min(row.rounding, 1e-3)))
-        return origin_of(learn, row, found, report.size)
+def _origin(runs, report, many):
+    points,row,learn = [],report.first,runs.trainer.learn
+    how = partial(noting, into=points, at=many.at[min(row.step, len(many.at)-1)])
+    rank0_alone(runs.alone, how, name='audit of a step')
+    runs.together(how)
+    ranks = gather_objs(points[-1], 0)
+    if not ranks: return
+    found = first_apart([o for o in takewhile(lambda o: o[0] not in report.draws, points[0])], ranks, max(1e-4, 30*min(row.rounding, 1e-3)))
+    return origin_of(learn, row, found, report.size)
 
 # %% ../../nbs/808_observe.audit.ipynb #f6afba73
 def _tried(f):

@@ -25,6 +25,7 @@ from ..job.world import *
 from ..job.group import *
 from ..job.options import *
 from ..job.accelerate import *
+from ..job.callbacks import *
 from ..comm.control import *
 from ..comm.vote import *
 from ..comm.steps import *
@@ -122,7 +123,7 @@ class Job:
         place_model=True # Whether model and optimizer state are moved to the device
     ):
         self.place = place if place_model else lambda learn, device: place_dls(learn.dls, device)
-        self.learn,self.world,self.logger,self.helpers,self.member = learn,world,learn.logger,L(),Membership(world)
+        self.learn,self.world,self.logger,self.helpers,self.hooks,self.member = learn,world,learn.logger,L(),L(),Membership(world)
         self.explain,self.begun = noop,time.monotonic_ns() # called with an error of this rank, may add a note to it; tells jobs apart
         self.live = self.line = None
         try:
@@ -138,6 +139,13 @@ class Job:
         "Add `cbs` to the Learner for as long as the job lasts"
         self.helpers += cbs
         self.learn.add_cbs(cbs)
+
+    def hook(self,
+        o # With `_on_with_events` and `around_order`, as for `hook_events`
+    ):
+        "Let `o` stand around the events of the Learner for as long as the job lasts"
+        self.hooks.append(o)
+        hook_events(self.learn, o)
 
     def close(self):
         "Undo what was done, in reverse order"
@@ -173,6 +181,7 @@ def _open(self:Job, options):
 # %% ../../nbs/506_parallel.context.ipynb #5b7d1e12
 @patch
 def _close(self:Job):
+    for o in self.hooks: unhook_events(self.learn, o)
     self.learn.remove_cbs(self.helpers)
     if self.world.rank: self.learn.logger = self.logger
     if self.live: self.live.release()

@@ -131,11 +131,16 @@ def tried(self:ForwardPasses):
         (self.free,self.telling),self.serves = was,False
 
 # %% ../../nbs/606_shard.forward_sync.ipynb #f06e6eff
+def _is_seen(mods, v):
+    "Return whether `v` is a parameter in shards, holds some, as the flat weights of an LSTM do, or is a method of one of `mods`, as fastai's `WeightDropout` gives its LSTM"
+    own = getattr(v, '__self__', None)
+    return hasattr(v, '_local_tensor') or isinstance(own, nn.Module) and own in mods or isinstance(v, (list,tuple)) and any(_is_seen(mods, o) for o in v)
+
 def _check_quiet(model):
     "Raise `ValueError` if a pass through `model`, in shards, could do more than change its modules"
-    torchs = {*vars(nn.Module()),*fsdp_attrs}-{'training'}
-    held = [{k:v for k,v in vars(m).items() if k not in torchs and not is_fsdp(v) and not hasattr(v, '_local_tensor')} for m in model.modules()]
-    lone_copies([held, *{c:None for m in model.modules() for c in type(m).__mro__ if not c.__module__.startswith('torch.distributed')}])
+    mods,torchs = {*model.modules()},{*vars(nn.Module()),*fsdp_attrs}-{'training'}
+    held = [{k:v for k,v in m.__reduce_ex__(2)[2].items() if k not in torchs and not is_fsdp(v) and not _is_seen(mods, v)} for m in mods]
+    lone_copies([held, *{c:None for m in mods for c in type(m).__mro__ if not c.__module__.startswith('torch.distributed')}])
 
 class ShardTrial:
     "Trial of a model in shards, which all ranks make together"

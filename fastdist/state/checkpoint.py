@@ -93,7 +93,8 @@ class CheckpointedFit:
         minutes=None, # As for `Checkpoint`
         keep=2 # As for `Checkpoint`
     ):
-        self.fit,self.learn,self.every,self.signals = fit,fit.learn,every,StopSignals()
+        self.fit,self.learn,self.every = fit,fit.learn,every
+        self.signals = StopSignals(lambda: fit.line and fit.line.faults.errors)
         self.resume,self.logs = Resume(fit, States(fit.path, keep)),AppendedLogs(fit.learn, fit.path, fit.number)
         self.loop,self.states = FitLoop(fit, self.resume),CheckpointWriter(self.resume, self.logs, minutes, every)
         self.schedule = Schedule(self.states, self.signals)

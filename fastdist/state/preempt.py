@@ -27,8 +27,10 @@ _signal_handling = private('torch.utils.data._utils:signal_handling')
 class StopSignals:
     "Context in which the first `SIGTERM` or `SIGUSR1` is only noted, in `asked`, and a later one ends this process; without effect outside of the main thread"
     same = 3. # seconds in which a signal is not a second one: launchers pass on what the process has got already
-    def __init__(self):
-        self.asked,self.at,self.heard = None,0.,False # number of the first signal; when it came; whether the training has taken note of it
+    def __init__(self,
+        failed:callable=noop # Return whether an error ends the training already, for which a launcher signals ranks that are left
+    ):
+        self.asked,self.at,self.heard,self.failed = None,0.,False,failed # number of the first signal; when it came; whether the training has taken note of it
         self.handlers = {s:SharedSignal(s, self._called, may_replace) for s in (signal.SIGTERM,signal_number('SIGUSR1')) if s}
         self.passed = False # whether the first signal went to the user's handler
 
@@ -55,7 +57,7 @@ def _called(self:StopSignals, signum, frame):
     if self.asked and time.monotonic()-self.at>self.same: return self._end(signum, frame)
     if self.asked: return True
     self.asked,self.at,self.passed = signum,time.monotonic(),is_users(self.handlers[signum].below)
-    self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; a second one after {self.same:.0f} s stops at once')
+    if not self.failed(): self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; a second one after {self.same:.0f} s stops at once')
     return not self.passed
 
 @patch

@@ -69,7 +69,6 @@ class DistributedTrainer(WrapperCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
     _stateattrs = 'job','_events','agreement','phases','layout','weigh','evaluate','entered','held','seeding'
-    rehearsal = noop # called with the trainer before each fit
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Whether batch norm counts the samples of all ranks
@@ -130,19 +129,18 @@ def _join(self:DistributedTrainer, w, plan):
     self.job = Job(self.learn, w, dict(self.options), self.patience, place_model=not plan or w.size==1)
     self.accelerator.adopt(self.job.member, self.job.live.acc)
     self._make_parts(w, plan)
-    if w.size>1: self._enter()
+    if w.size>1: _enter(self.job, self.layout, plan, self.sync_bn)
     super(DistributedTrainer, self)._lend()
     if w.size>1: self.step.lend()
 
-@patch
-def _enter(self:DistributedTrainer):
+def _enter(job, layout, plan, sync_bn):
     try:
-        with self.job.together(lambda: 'entering the context'):
-            if self.plan is None: _end_shards(self.job, self.sync_bn)
-            self.layout.enter(self.learn)
+        with job.together(lambda: 'entering the context'):
+            if plan is None: _end_shards(job, sync_bn)
+            layout.enter(job.learn)
     except BaseException:
-        self.layout.leave(self.learn)
-        self.job.close()
+        layout.leave(job.learn)
+        job.close()
         raise
 
 # %% ../../nbs/709_train.trainer.ipynb #39048942
@@ -156,11 +154,11 @@ def _make_parts(self:DistributedTrainer, w, plan):
     self._events = Events(learn, w.rank, job.line)
     self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
-    if self.seed is not None:
-        self.seeding = self.phases.seeding = Seeding(self.seed, learn, self.phases)
-        job.help(self.seeding)
-        self.__dict__['_on_with_events'] = self._seeded_events
     self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
+    if self.seed is not None:
+        self.seeding = self.phases.seeding = Seeding(self.seed, learn, self.phases, self.layout)
+        job.help(self.seeding)
+        job.hook(self.seeding)
     weights = Weights(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, weights=weights)
     self.weigh,self.evaluate = Weigh(job.live.sync_each, layout=self.layout, **parts),Evaluate(reduction=weights.reduction, **parts)
@@ -206,10 +204,9 @@ def _return(self:DistributedTrainer):
     super(DistributedTrainer, self)._return()
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
-    self._hand_over()
+    _hand_over(self.learn)
     self.accelerator.adopt(None, None)
     self.job = self.entered = self.seeding = None
-    self.__dict__.pop('_on_with_events', None)
 
 # %% ../../nbs/709_train.trainer.ipynb #c5d0222a
 @patch
@@ -278,7 +275,6 @@ def _of_ranks(self:DistributedTrainer, f, event_type):
 @patch
 def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop):
     if self._events.alone: return self.agreement.aside(run, f, event_type, ex, final)
-    if event_type=='fit' and not self._fitting: self.rehearsal(self)
     if event_type in _of_step and self._lean: return self.agreement.in_batch(self._of_ranks(f, event_type), event_type, ex, final)
     run = partial(super(DistributedTrainer, self)._on_with_events, run)
     inner = self._fitting or bool(self.phases.open)
@@ -289,30 +285,16 @@ def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop)
     f = partial(self.agreement.settled, partial(self.agreement.to_the_end, f) if event_type=='validate' else f)
     if event_type not in ('fit','validate') or inner: return run(f, event_type, ex, final)
     place = partial(loop_place, self.learn)
-    with self.job.together(place, self._events.position), self._own_random(), self.evaluate.watching(), self._whole_again(event_type):
+    with self.job.together(place, self._events.position), _own_random(self.job, self.seeding), self.evaluate.watching(), self._whole_again(event_type):
         self.layout.renew(self.learn)
         check_alike(learner_facts(self.learn, event_type, deciders(self.learn.cbs)))
         self._events.vote = self.agreement.vote
-        self._hand_over(self.phases, self.layout, [o for o in self.job.helpers if isinstance(o, JobCallback)])
+        _hand_over(self.learn, self.phases, self.layout, [o for o in self.job.helpers if isinstance(o, JobCallback)])
         try: return run(f, event_type, ex, final)
         finally: self.job.line.faults.armed = False # before anything that puts back begins; a call would come too late
 
 # %% ../../nbs/709_train.trainer.ipynb #5eed0712
-@patch
-def _own_random(self:DistributedTrainer): return own_random(self.job.world.rank) if self.seeding is None else nullcontext()
-
-@patch
-def _looked_at(self:DistributedTrainer, f):
-    self.seeding.look(self.layout)
-    f()
-
-@patch
-def _seeded_events(self:DistributedTrainer, run, f, event_type, ex, final=noop):
-    alone,seeding,events = self._events.alone,self.seeding,partial(type(self)._on_with_events, self)
-    if event_type=='batch' and not alone: f = partial(self._looked_at, f)
-    if event_type=='fit' and not self._fitting and not alone: self.rehearsal(self) # before the place of this fit
-    place = seeding.draws.aside() if alone else seeding.around(event_type) if event_type not in ('backward','step') else nullcontext()
-    with lent(self, rehearsal=noop) if event_type=='fit' else nullcontext(),place: events(run, f, event_type, ex, final)
+def _own_random(job, seeding): return own_random(job.world.rank) if seeding is None else nullcontext()
 
 # %% ../../nbs/709_train.trainer.ipynb #b0f1e202
 @patch
@@ -321,9 +303,8 @@ def _on_call_one(self:DistributedTrainer, event_name):
     self.agreement.call(event_name)
 
 # %% ../../nbs/709_train.trainer.ipynb #a8a81f7f
-@patch
-def _hand_over(self:DistributedTrainer, *parts):
-    for cb in self.learn._grab_cbs(Checkpoint): cb.hand(*parts)
+def _hand_over(learn, *parts):
+    for cb in learn._grab_cbs(Checkpoint): cb.hand(*parts)
 
 @patch
 @contextmanager
