@@ -3,8 +3,14 @@ import subprocess,sys
 from pathlib import Path
 
 here = Path(__file__).parent.parent
-steps = (['nbdev-test', '--n-workers', '3', '--file-re', r'^\d'],['mkdocs', 'build', '--strict'],['pytest', '-n', '3', '--durations', '25', 'tests'])
 
-for cmd,*args in steps:
+def start(cmd, *args):
     print('+', cmd, *args, flush=True)
-    if rc := subprocess.run([Path(sys.executable).with_name(cmd), *args], cwd=here).returncode: sys.exit(rc)
+    return subprocess.Popen([Path(sys.executable).with_name(cmd), *args], cwd=here)
+
+def end(*procs):
+    "Wait for all of `procs`, and exit unless each has succeeded"
+    if rc := next(filter(None, [p.wait() for p in procs]), 0): sys.exit(rc)
+
+end(start('mkdocs', 'build', '--strict'), start('nbdev-test', '--n-workers', '2', '--file-re', r'^\d')) # the site, once its notebooks have run, keeps one core
+end(start('pytest', '-n', '3', '--durations', '25', 'tests'))

@@ -4,6 +4,8 @@ from functools import cache
 from importlib import import_module,metadata
 from inspect import unwrap
 from hypothesis import settings
+from covering import covered
+from forks import huge_pages
 from procs import Warm
 from xdist.scheduler import LoadScopeScheduling
 
@@ -19,7 +21,7 @@ settings.register_profile('search', settings.get_profile('same'), max_examples=5
 settings.load_profile('same')
 
 def pytest_addoption(parser):
-    parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole tables of test_survive.py and test_faults.py, and all that befalls jobs on other machines; a number for other moments')
+    parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole tables of test_survive.py and test_faults.py, all that befalls jobs on other machines, and each row of each table on each number of ranks; a number for other moments')
     parser.addoption('--shard', action='store_true', help='models in shards, wherever a test does not say; without the tests that are about replicas or start processes')
 
 def pytest_configure(config):
@@ -43,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
     "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout; slow tests come first, so that all workers end at the same time"
     items[:] = sorted((o for o in items if o.function.__module__==o.module.__name__), key=lambda o: o.get_closest_marker('slow') is None)
     if config.getoption('--shard'): items[:] = [o for o in items if not (o.get_closest_marker('replicas') or o.get_closest_marker('launcher') or 'warm' in o.fixturenames)]
-    if config.getoption('--whole') is None: items[:] = [o for o in items if not o.get_closest_marker('whole')]
+    if config.getoption('--whole') is None: items[:] = covered([o for o in items if not o.get_closest_marker('whole')])
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))
@@ -51,6 +53,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     gc.enable()
     gc.freeze() # what is imported stays
+    huge_pages()
 
 def pytest_unconfigure(): gc.unfreeze() # or nanobind tells of leaks
 

@@ -14,6 +14,7 @@ PidFile none
 StrictModes no
 UsePAM no
 PasswordAuthentication no
+SetEnv PYTHONPATH={here}/cold:{here.parent}
 """
 client = """Host {names}
   Port 2222
@@ -48,6 +49,7 @@ def namespaces(names, net):
             sh(f'ip netns add {o}')
             stack.callback(sh, f'ip netns del {o}')
             sh(f'ip link add {o}v type veth peer name eth0 netns {o}')
+            stack.callback(sh, f'ip link del {o}v') # else it lives as long as the last process in its namespace
             sh(f'ip link set {o}v master {bridge} up')
             for cmd in ('link set lo up','link set eth0 up',f'addr add {net}.{i}/24 dev eth0'): sh(f'ip -n {o} {cmd}')
         yield
@@ -71,7 +73,7 @@ def ssh_hosts(names=('fda','fdb'), net='10.213.77'):
 
 @contextmanager
 def daemon(d, name, at):
-    Path(d, f'{name}.conf').write_text(sshd.format(d=d, at=at))
+    Path(d, f'{name}.conf').write_text(sshd.format(d=d, at=at, here=here))
     p = start('ip','netns','exec',name,shutil.which('sshd', path=f"{os.environ['PATH']}:/usr/sbin"),'-D','-e','-f',f'{d}/{name}.conf', out=subprocess.DEVNULL)
     try: yield p
     finally:

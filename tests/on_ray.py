@@ -1,5 +1,5 @@
 "What test_ray.py runs in processes of their own: a cluster of two nodes on this machine, heads of ranks on it, and a trainer of Ray's own"
-import json,os,signal,sys,threading,time
+import json,os,signal,subprocess,sys,threading,time
 from pathlib import Path
 
 def cluster(d):
@@ -52,6 +52,10 @@ def head(d):
     def fails():
         if this_world().rank==1: raise ValueError('of the script')
         time.sleep(60)
+    def dies():
+        if this_world().rank==1: os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    def shows(): return os.environ['WANDB_API_KEY'],'a'*40 in subprocess.run(['ps','axww'], capture_output=True, text=True).stdout
     def sleeps():
         (begun/str(os.getpid())).touch()
         time.sleep(60)
@@ -71,7 +75,8 @@ def head(d):
     before = signal.getsignal(signal.SIGTERM)
     there,here = trained(engine='ray'),trained()
     apart = max((a-b).abs().max().item() for a,b in zip(there.model.parameters(), here.model.parameters()))
-    res = dict(apart=apart, where=there.where, epochs=len(there.recorder.values), error=away(fails, 2)[0])
+    res = dict(apart=apart, where=there.where, epochs=len(there.recorder.values), error=away(fails, 2)[0], died=away(dies, 2)[0])
+    res |= dict(shown=Accelerator(nprocs=2, compute_setup='cpu', engine='ray').distribute(shows, all_ranks=True)())
     res |= dict(interrupt=away(sleeps, 2, press), pressed=pressed, free=freed(), handler=signal.getsignal(signal.SIGTERM)==before)
     res |= dict(lost=away(sleeps, 4, lose), asked=asked, groups=[o['state'] for o in ray.util.placement_group_table().values()])
     Path(d, 'res.json').write_text(json.dumps(res)) # Ray writes to standard output too
@@ -83,6 +88,15 @@ def killed(d):
         Path(d, f'rank{os.getpid()}').touch()
         time.sleep(60)
     Accelerator(nprocs=2, compute_setup='cpu', engine='ray').distribute(sleeps)()
+
+def detached(d):
+    "Two jobs that go on without this process"
+    from fastdist import Accelerator,this_world
+    def waits():
+        print('begun', flush=True)
+        while not Path(d, 'go').exists(): time.sleep(.1)
+        return this_world().rank
+    for o in ('ended','home'): Accelerator(nprocs=2, compute_setup='cpu', engine='ray').distribute(waits, detach=o, all_ranks=True)()
 
 def trainer(d):
     "A function of Ray Train that enters a context"

@@ -1,7 +1,9 @@
 """perceptrain's own tutorials of its Trainer, with fastdist's Accelerator imported in place of its own: `perceptrain_fit.py NPROCS FILE` writes the trained weights of each to FILE
 
 Under torchrun the ranks are there, and NPROCS says how many samples each has of a batch."""
-import sys,torch,perceptrain.trainer
+import os,sys,torch
+sys.path.extend(o for o in os.environ.get('PYTHONPATH', '').split(os.pathsep) if o not in sys.path) # a fork has begun before it was set
+import perceptrain.trainer
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,18 +1,23 @@
 "Processes that tests start: commands as a person types them, what they print, kernels, and that none is left"
 import nbformat,os,re,shutil,signal,socket,subprocess,sys,time
+from contextlib import suppress
 from multiprocessing.connection import Client
 from nbclient import NotebookClient
 from pathlib import Path
+from random import SystemRandom
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 here = Path(__file__).parent
 bin_,examples = Path(sys.executable).parent,here.parent/'examples'
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive') # threads of several processes that spin take the cores from each other
+os.environ['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(here/'cold'), *filter(None, os.environ.get('PYTHONPATH', '').split(os.pathsep))]))
 env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONWARNINGS='ignore')
 
 def free_port():
-    with socket.create_server(('127.0.0.1', 0)) as s: return s.getsockname()[1]
+    "As `fastdist.job.group.free_port`; what scripts start may not import fastdist"
+    while True:
+        with suppress(OSError), socket.create_server(('127.0.0.1', SystemRandom().randrange(10_000, 32_768))) as s: return s.getsockname()[1]
 
 def await_that(cond, seconds):
     end = time.monotonic()+seconds
@@ -116,9 +121,38 @@ def processes(path):
         except OSError: return []
     return [pid for pid in map(int, filter(str.isdigit, os.listdir('/proc'))) if str(path) in args(pid)]
 
+def attached(name, what, **vars):
+    "What another process that has found the detached job `name` prints of it"
+    out,_ = run(sys.executable, '-c', f'from fastdist import *; job = Accelerator.attach({name!r}); print({what})', **vars)
+    return out
+
+def ended_and_home(**vars):
+    "Check that other processes follow two detached jobs; that one is cancelled, and the other, which may have waited for its place, comes home when there is a file `go`"
+    follow = lambda o: await_that(lambda: 'begun' in attached(o, 'job.status, job.log()', **vars), 90)
+    follow('ended')
+    assert attached('ended', 'job.cancel().status', **vars)=='cancelled\n'
+    follow('home')
+    assert attached('home', 'job.status', **vars)=='running\n'
+    Path('go').touch()
+    assert attached('home', 'job.result()', **vars)=='[0, 1]\n'
+
 def alive(pid):
     try: return Path(f'/proc/{pid}/stat').read_text().split(') ')[1][0]!='Z'
     except OSError: return False
+
+def listeners(pid='self'):
+    "Addresses and ports at which TCP sockets of process `pid` listen, those of the network namespace in which it is"
+    def linked(o):
+        try: return os.readlink(o)
+        except OSError: return ''
+    own = {m[1] for o in Path(f'/proc/{pid}/fd').iterdir() if (m := re.fullmatch(r'socket:\[(\d+)\]', linked(o)))}
+    rows = [o.split() for k in ('tcp','tcp6') for o in Path(f'/proc/{pid}/net/{k}').read_text().splitlines()[1:]]
+    return {address(*o[1].split(':')) for o in rows if o[3]=='0A' and o[9] in own}
+
+def address(ip, port):
+    "What Linux writes as words of four bytes in the machine's order"
+    raw = b''.join(int(ip[i:i+8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(ip), 8))
+    return socket.inet_ntop(socket.AF_INET if len(raw)==4 else socket.AF_INET6, raw),int(port, 16)
 
 # Notebooks
 

@@ -48,6 +48,13 @@ def stays(out):
     Path(out, f'{this_world().rank}.pid').write_text(f'{os.getpid()} {os.getppid()}')
     time.sleep(100)
 
+def waits(out):
+    "As `stays`, until there is a file `go`"
+    print('begun', flush=True)
+    Path(out, f'{this_world().rank}.pid').write_text(f'{os.getpid()} {os.getppid()}')
+    while not Path(out, 'go').exists(): time.sleep(.1)
+    return this_world().rank
+
 class ByJob(Faulty):
     "SLURM does to the job what is in `orders`, one after the other"
     orders = ('scancel','--signal','USR2'),('scontrol','requeue')

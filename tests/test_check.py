@@ -1,5 +1,5 @@
 "`fastdist-check` on real ranks: what it says where all is well, and that it finds what is not"
-import io,os,pytest,signal,sys,time
+import io,os,pytest,re,signal,sys,time
 from contextlib import redirect_stdout
 from functools import partial
 from torch import distributed as dist
@@ -15,6 +15,10 @@ pytestmark = pytest.mark.timeout(180)
 titles = ['ranks','collectives','replicas','exactness']
 
 def verdicts(text): return dict(o.split()[1::-1] for o in text.splitlines() if o.startswith(('ok ','FAILED ')) and o.split()[1]!='node')
+
+def hints_of_failed(text):
+    "Number of hints of each check that failed; a network that is slow, as on a busy machine, has one too"
+    return [o.count('HINT: ') for o in re.split(r'^(?=ok |FAILED |note |$)', text, flags=re.M) if o.startswith('FAILED ')]
 
 def rank0_says(text, n, launcher):
     test_eq(verdicts(text), dict.fromkeys(titles, 'ok'))
@@ -73,7 +77,7 @@ def test_a_rank_that_parts_is_found(f, what):
     (ok,text,_),(ok1,silent,_) = on_ranks(partial(faulty, f=f), join=False)
     test_eq([ok,ok1,silent], [False,False,''])
     test_eq(verdicts(text), dict(ranks='ok', collectives='ok', replicas='FAILED', exactness='FAILED'))
-    assert f'FAILED  replicas     {what} of ranks [1] is not that of rank 0' in text and text.count('HINT: ')==2
+    assert f'FAILED  replicas     {what} of ranks [1] is not that of rank 0' in text and hints_of_failed(text)==[1]*2, text
     test_eq(text.splitlines()[-1], 'Something is wrong, see the hints.')
 
 def test_a_broken_law_is_found_where_replicas_agree():
@@ -137,7 +141,7 @@ def test_torchrun_with_faults(warm, tmp_path):
     out,_ = warm(*torchrun(tmp_path/'faulty.py'), rc=1)
     test_eq(verdicts(out), dict(ranks='ok', collectives='ok', replicas='FAILED', exactness='FAILED', steps='FAILED'))
     assert '0.weight of ranks [1] is not that of rank 0' in out and 'rank 1 failed: OSError: Exception occured in `Fault`' in out
-    test_eq(out.count('HINT: '), 3)
+    test_eq(hints_of_failed(out), [1]*3)
 
 @pytest.mark.launcher
 def test_nprocs():

@@ -1,12 +1,12 @@
 "Ranks in the tasks of a job that `submitit` submits to a real SLURM of two nodes, and in those of its local executor"
-import os,re,signal,sys,time
+import os,re,signal,subprocess,sys,time
 from pathlib import Path
 from threading import Thread
 import pytest
 from fastdist import *
 from procs import *
 from test_restart import is_exact
-from test_slurm import idle,sh
+from test_slurm import idle,members,running,sh
 
 pytest.importorskip('submitit')
 import slurm_head,test_slurm
@@ -40,6 +40,14 @@ def where():
 def test_the_local_executor_has_one_node(here_is_head):
     assert here_is_head('local').distribute(where, all_ranks=True)()==[(i,i,0,'fastdist over submitit') for i in range(2)]
     assert not left('')
+
+@pytest.mark.whole
+def test_secrets_do_not_show(here_is_head, monkeypatch):
+    monkeypatch.setenv('WANDB_API_KEY', 'a'*40)
+    def look(): return os.environ['WANDB_API_KEY'],'a'*40 in subprocess.run(['ps','axww'], capture_output=True, text=True).stdout
+    assert here_is_head().distribute(look, all_ranks=True)()==[('a'*40,False)]*2
+    kept = [o for o in Path('jobs').rglob('*') if o.is_file()]
+    assert kept and not [o for o in kept if b'a'*40 in o.read_bytes()]
 
 def pids(out): return [list(map(int, o.read_text().split())) for o in sorted(Path(out).glob('?.pid'))] # of each rank and of its agent
 def begun(out): await_that(lambda: [len(o) for o in pids(out)]==[2,2], 90)
@@ -76,3 +84,38 @@ def test_a_job_that_is_queued_again_goes_on(here_is_head, monkeypatch, capfd):
     assert [out.count(o) for o in ('was asked to stop (SIGUSR2)','SIGTERM: the training stops','goes on in fit')]==[1,1,1], out[-3000:]
     monkeypatch.delenv('FAULTS') # or the run that it is compared with would have them
     is_exact(Path.cwd(), 2)
+
+@pytest.mark.whole
+def test_detached_jobs(here_is_head, cluster, monkeypatch):
+    for k,v in dict(FASTDIST_JOBS=Path.cwd()/'detached', PYTHONPATH=f'{here/"cold"}:{here}:{here.parent}').items(): monkeypatch.setenv(k, str(v))
+    for o in ('ended','home'): here_is_head().distribute(slurm_head.waits, detach=o, all_ranks=True)('.')
+    ended_and_home(**os.environ)
+    assert gone('.')
+    await_that(lambda: idle(cluster), 15)
+
+def loses(out, act):
+    "Call `act` when the ranks have begun, and note when"
+    at = []
+    for o in Path(out).glob('?.pid'): o.unlink()
+    Thread(target=lambda: begun(out) or at.append(time.monotonic()) or act(), daemon=True).start()
+    return at
+
+def kill_node(cluster, d):
+    "All that runs on the second node"
+    on = [o for o in members(d) if b'SLURMD_NODENAME=n2\0' in Path(f'/proc/{o}/environ').read_bytes()]
+    step = int(Path(f'/proc/{pids(".")[1][1]}/stat').read_text().rpartition(') ')[2].split()[1])
+    for o in processes('n2')+[step]+on: os.kill(o, signal.SIGKILL)
+
+@pytest.mark.whole
+@pytest.mark.timeout(360)
+def test_a_node_without_its_slurmd_goes_on_and_one_that_is_killed_is_named(here_is_head, cluster, monkeypatch):
+    "Last, since the node does not come back; SLURM itself notices after five minutes"
+    d = Path(cluster['SLURM_CONF']).parent
+    monkeypatch.setenv('TMPDIR', str(d)) # where a killed node leaves its files
+    loses('.', lambda: os.kill(processes('n2')[0], signal.SIGKILL) or Path('go').touch())
+    assert here_is_head().distribute(slurm_head.waits, all_ranks=True)('.')==[0,1]
+    with running('slurmd -D -N n2', d, cluster):
+        await_that(lambda: idle(cluster), 30)
+        at = loses('.', lambda: kill_node(cluster, d))
+        with pytest.raises(RankError, match='rank 1 on n2 failed:\nits machine was lost: nothing was heard of it'): here_is_head().distribute(slurm_head.stays)('.')
+        assert time.monotonic()-at[0]<20 and gone('.') # ten of them until it is noticed that nothing is heard

@@ -15,7 +15,7 @@ def whole(request): return request.config.getoption('--whole') is not None
 @pytest.fixture(scope='module')
 def all_cells(whole, tmp_path_factory):
     "Ranks are forked by a process that has imported less than this one, which is faster"
-    return run_cells(tmp_path_factory.mktemp('faults'), *([] if whole else ['--half']))
+    return run_cells(tmp_path_factory.mktemp('faults'), *([] if whole else ['--dealt']))
 
 def run_cells(folder, *args):
     subprocess.run([sys.executable, faults.__file__, '--folder', folder, *args], check=True, timeout=500)
@@ -48,7 +48,7 @@ def check_fatal(o):
 @pytest.mark.parametrize('kind', survivable+fatal)
 def test_faults(all_cells, whole, kind):
     cells = [o for o in all_cells[0] if o['kind']==kind]
-    test_eq(len({(o['place'],o['size'],o['culprit']) for o in cells}), (4 if whole else 2)*len(places))
+    test_eq(len({(o['place'],o['size'],o['culprit']) for o in cells}), (4 if whole else 1)*len(places))
     for o in cells:
         try: (check_survivable if kind in survivable else check_fatal)(o)
         except BaseException: raise AssertionError(f'{kind} in {o["place"]} on rank {o["culprit"]} of {o["size"]}: {o}')

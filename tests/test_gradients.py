@@ -263,8 +263,8 @@ def gan(bs, **kw):
 
 @pytest.mark.parametrize('gen_first,kw,size', [(False,{},2), (True,{},3), *[pytest.param(*o, marks=replicas) for o in ((False,unused,3), (True,unused,2))]])
 def test_gan(gen_first, kw, size):
-    "In validation its metric of the critic's loss is that of the last batch of training, which each rank has its own of"
-    compare(partial(gan, gen_first=gen_first), size=size, n=2, **kw)
+    "In validation its metric of the critic's loss is what the last step of the critic has left, for the samples of all ranks"
+    compare(partial(gan, gen_first=gen_first), size=size, **kw)
 
 class Scaled(Callback):
     "SAM in half precision: the second pass is scaled too"

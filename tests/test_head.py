@@ -178,13 +178,14 @@ def by_hand(rank, port, path):
     acc = cpu(nprocs=2)
     acc.setup_process(rank)
     res = acc.broadcast(f'from {rank}', src=1),acc.rank,acc.world_size,len(acc.prepare(TorchLoader(torch.arange(8), 2)))
+    at = ('127.0.0.1',port) in listeners(),('0.0.0.0',port) in listeners(),('::',port) in listeners()
     acc.finalize()
     acc.finalize()
-    Path(path, str(rank)).write_text(f'{res} {"RANK" in os.environ} {has_state()} {dist.is_initialized()}')
+    Path(path, str(rank)).write_text(f'{res} {at} {"RANK" in os.environ} {has_state()} {dist.is_initialized()}')
 
 def test_processes_that_somebody_else_starts(tmp_path):
     torch.multiprocessing.start_processes(by_hand, (free_port(), str(tmp_path)), 2, start_method='fork')
-    test_eq([(tmp_path/str(i)).read_text() for i in range(2)], [f"('from 1', {i}, 2, 2) False False False" for i in range(2)])
+    test_eq([(tmp_path/str(i)).read_text() for i in range(2)], [f"('from 1', {i}, 2, 2) ({i==0}, False, False) False False False" for i in range(2)])
 
 # Interplay
 
@@ -225,6 +226,12 @@ def test_closures_lambdas_and_all_ranks():
     test_eq(acc.distribute(lambda x: x+y+acc.rank, **forked)(1), 11)
     test_eq(acc.distribute(lambda x: x+y+acc.rank, all_ranks=True, **forked)(1), [11,12,13])
     test_eq((acc.rank, has_state(), dist.is_initialized(), 'RANK' in os.environ), (0,False,False,False))
+
+def test_ranks_of_this_node_listen_on_the_loopback_interface():
+    def look():
+        cpu().broadcast(0)
+        return {at for at,_ in listeners()},listeners(os.getppid())
+    test_eq(cpu(nprocs=2).distribute(look, all_ranks=True, **forked)(), [({'127.0.0.1'},listeners())]*2)
 
 def test_data_workers_of_ranks():
     def f():

@@ -1,5 +1,5 @@
 "One cell on two hosts by SSH, and what befalls it there; where no hosts can be made, it says why"
-import os,signal,subprocess,sys,time
+import os,re,signal,socket,subprocess,sys,time
 from threading import Thread
 import pytest,torch
 from fastai.vision.all import *
@@ -57,6 +57,12 @@ def test_each_host_has_its_ranks_and_secrets_do_not_show(hosts, monkeypatch, cap
     assert all(o[1:]==('a'*40,False) for o in found)
     assert 'I am rank 0' in (out := capsys.readouterr().out) and 'I am rank 1' not in out
 
+def test_ranks_listen_where_the_others_come_and_their_agent_nowhere(hosts):
+    def look():
+        Accelerator(compute_setup='cpu').broadcast(0)
+        return {at for at,_ in listeners()},listeners(os.getppid())
+    assert on(hosts, look, all_ranks=True)()==[({f'{hosts.net}.{i}'},set()) for i in (2,2,3,3)]
+
 def test_an_error_has_rank_and_host(hosts):
     def bad(): raise ValueError('no luck') if os.environ['RANK']=='3' else time.sleep(1)
     with pytest.raises(RankError, match=r'(?s)rank 3 on fdb failed:.*no luck'): on(hosts, bad)()
@@ -101,6 +107,25 @@ def test_machines_that_do_not_reach_each_other(hosts):
 def test_a_host_that_lacks_fastdist(hosts):
     python = shutil.which('python3', path='/usr/bin:/usr/local/bin')
     with pytest.raises(EngineError, match='(?s)fda cannot run ranks: .*(No module named|not found)'): Accelerator(nprocs=2, hosts=hosts.names, python=python).distribute(place)()
+
+def refused(hosts, dest, match, seconds):
+    "Check that no rank starts where `dest` is the second host, that the error says why, and that nothing is left"
+    t = time.monotonic()
+    with pytest.raises(EngineError, match=rf'(?s)^{re.escape(dest)} cannot run ranks: .*{match}.*HINT: `ssh {re.escape(dest)} '): Accelerator(nprocs=2, compute_setup='cpu', hosts=[hosts.names[0],dest]).distribute(place)()
+    assert time.monotonic()-t<seconds
+    await_that(lambda: not agents(), 10)
+
+def test_a_wrong_second_host(hosts): refused(hosts, 'nowhere.invalid', 'Could not resolve', 20)
+
+@pytest.mark.whole
+def test_a_host_where_nobody_listens(hosts): refused(hosts, f'ssh://{hosts.net}.1:1', 'Connection refused', 20)
+
+@pytest.mark.whole
+def test_an_address_that_nobody_has(hosts): refused(hosts, f'{hosts.net}.99', 'No route to host|timed out', 25)
+
+@pytest.mark.whole
+def test_a_host_that_says_nothing(hosts):
+    with socket.create_server((f'{hosts.net}.1',0)) as s: refused(hosts, f'ssh://{hosts.net}.1:{s.getsockname()[1]}', 'timed out', 25)
 
 script = """
 import os,sys,time

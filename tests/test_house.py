@@ -127,3 +127,9 @@ def test_a_save_makes_few_calls():
     with tempfile.TemporaryDirectory() as d:
         for r,n,_ in on_ranks(lambda rank: traced(rank, Traced(('before_step',4), ('before_batch',6)), [Checkpoint(d, every=5)]), 2, join=False):
             assert 10<r<=38 and 500<n<=2000, (r,n)
+
+def test_tests_that_the_documents_name_are_there():
+    named = set(re.findall(r'`(test_\w+)`', (house.parent/'CONTRIBUTING.md').read_text()))
+    defined = {o for f in (house.parent/'tests').glob('*.py') for o in re.findall(r'^def (test_\w+)', f.read_text(), re.M)}
+    assert len(named)>15
+    test_eq(named-defined, set())

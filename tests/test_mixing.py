@@ -6,6 +6,7 @@ from fastcore.test import *
 from fastai.vision.all import *
 from fastdist import *
 from fastdist.evaluate import mixing
+from compare import cases,sizes
 import learners
 
 class HandNorm(nn.Module):
@@ -148,10 +149,11 @@ right = dict(batchnorm=lambda: learner(nn.BatchNorm1d(8), nn.Dropout()), attenti
     **{k:getattr(learners, k) for k in ('vision','tabular','collab','language_model','text_classifier')})
 
 @pytest.mark.replicas # test_in_shards has what can be tried there
-@pytest.mark.parametrize('size', (2,3))
-def test_what_mixes_is_named_once(size):
-    res = on_ranks(lambda rank: {k:said(mk()) for k,(mk,_) in wrong.items()}, size, timeout=120, join=False)
-    for k,(_,what) in wrong.items():
+@sizes
+@cases(**wrong)
+def test_what_mixes_is_named_once(cases, size):
+    res = on_ranks(lambda rank: {k:said(mk()) for k,(mk,_) in cases.items()}, size, timeout=120, join=False)
+    for k,(_,what) in cases.items():
         test_eq([len(o[k]) for o in res], [1]+[0]*(size-1))
         assert re.search(what, res[0][k][0]), f'{k}: {res[0][k]}'
 
@@ -164,14 +166,18 @@ def test_what_does_not_mix_is_silent():
 in_model = 'norm','spread','attention','experts','second'
 not_in_model = 'batchnorm','attention','noise','own','time','flat','vision','tabular','text_classifier'
 
-@pytest.mark.parametrize('size', (2,3))
-def test_in_shards(size):
-    def f(rank): return {k:said(wrong[k][0](), shard=True) for k in in_model},[said(right[k](), shard=True) for k in not_in_model]
-    res = on_ranks(f, size, timeout=240, join=False)
-    test_eq([o for _,silent in res for o in silent], [[]]*(size*len(not_in_model)))
-    for k in in_model:
-        test_eq([len(o[k]) for o,_ in res], [1]+[0]*(size-1))
-        assert re.search(wrong[k][1], res[0][0][k][0]), f'{k}: {res[0][0][k]}'
+@sizes
+@cases(**{k:wrong[k] for k in in_model})
+def test_in_shards(cases, size):
+    res = on_ranks(lambda rank: {k:said(mk(), shard=True) for k,(mk,_) in cases.items()}, size, timeout=120, join=False)
+    for k,(_,what) in cases.items():
+        test_eq([len(o[k]) for o in res], [1]+[0]*(size-1))
+        assert re.search(what, res[0][k][0]), f'{k}: {res[0][k]}'
+
+@sizes
+@cases(**{k:right[k] for k in not_in_model})
+def test_in_shards_what_does_not_mix_is_silent(cases, size):
+    test_eq(on_ranks(lambda rank: {k:said(mk(), shard=True) for k,mk in cases.items()}, size, timeout=240, join=False), [{k:[] for k in cases}]*size)
 
 class Unit(nn.Linear): "A unit in shards"
 class FailsOnFew(nn.Module):
@@ -186,20 +192,27 @@ class FailsOnFew(nn.Module):
         return x
 
 def fit_in_units(rank, on=()):
+    set_seed(3) # whichever test it is in
     learn = learner(FailsOnFew(rank in on), HandNorm())
     found = said(learn, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Unit']))
     return [o for o in found if 'mixes' in o],[p.detach() for p in learn.model.parameters()]
 
+@pytest.fixture(scope='module')
+def untried():
+    "Weights of a fit without a trial"
+    def fails(*_): raise ValueError('no trial')
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr('fastdist.train.weigh.first_mixing', fails)
+        plain = on_ranks(fit_in_units, 3, timeout=60, join=False)
+    test_eq([o for o,_ in plain], [[],[],[]])
+    return [ps for _,ps in plain]
+
 @pytest.mark.parametrize('on', ((),(0,),(1,),(1,2),(0,1,2)))
-def test_in_shards_a_rank_that_fails_serves_the_others(on, monkeypatch):
+def test_in_shards_a_rank_that_fails_serves_the_others(on, untried):
     "What mixes is named unless rank 0 fails, and weights are those of a fit without a trial"
     res = on_ranks(partial(fit_in_units, on=on), 3, timeout=60, join=False)
     test_eq([len(o) for o,_ in res], [int(0 not in on),0,0])
-    def fails(*_): raise ValueError('no trial')
-    monkeypatch.setattr('fastdist.train.weigh.first_mixing', fails)
-    plain = on_ranks(fit_in_units, 3, timeout=60, join=False)
-    test_eq([o for o,_ in plain], [[],[],[]])
-    for (_,a),(_,b) in zip(res, plain): assert all(map(torch.equal, a, b))
+    for (_,a),b in zip(res, untried): assert all(map(torch.equal, a, b))
 
 def fit_few(rank):
     "Two samples a rank in the only batch, none on the last of three ranks"

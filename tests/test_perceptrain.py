@@ -1,6 +1,5 @@
 "perceptrain's Trainer with fastdist's `Accelerator` in place of its own, from which the contract's section 2 has its names"
 import pytest,subprocess,sys,torch
-from functools import partial
 from procs import *
 
 packages = 'perceptrain==0.1.0','nevergrad','livelossplot','bayesian-optimization==1.5.1' # without what they ask for: perceptrain pins a quantum simulator, which its Trainer does not import
@@ -13,11 +12,11 @@ def site(tmp_path_factory):
     return d
 
 @pytest.mark.launcher
-def test_its_trainer_on_two_ranks_is_that_of_one_process(site, tmp_path):
+def test_its_trainer_on_two_ranks_is_that_of_one_process(site, warm, tmp_path):
     "A supervised fit with validation, and a differential equation with a loader of several; ranks of `distribute`, as its `Trainer.fit` starts them, and of torchrun"
-    go,path = partial(run, PYTHONPATH=str(site)),here/'perceptrain_fit.py'
-    go(sys.executable, path, 1, tmp_path/'one')
-    go(sys.executable, path, 2, tmp_path/'two')
-    go(*torchrun(path, 2, tmp_path/'torchrun'))
+    path,env = here/'perceptrain_fit.py',dict(PYTHONPATH=str(site))
+    run(sys.executable, path, 2, tmp_path/'two', **env)
+    warm(sys.executable, path, 1, tmp_path/'one', **env)
+    warm(*torchrun(path, 2, tmp_path/'torchrun'), **env)
     one,*others = [torch.load(tmp_path/o) for o in ('one','two','torchrun')]
     for res in others: torch.testing.assert_close(res, one, rtol=1e-9, atol=1e-12)

@@ -70,12 +70,22 @@ def test_a_context_in_a_function_of_ray_train(cluster, tmp_path):
     assert text.count('this is not the main thread')==1 and '2 ranks on 1 node, cpu over gloo, from Ray' in text, text
     assert list((tmp_path/'checkpoint').iterdir())
 
+@pytest.mark.whole
+@pytest.mark.launcher
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_detached_jobs(cluster, tmp_path):
+    vars = cluster.vars|dict(FASTDIST_JOBS=str(tmp_path/'jobs'))
+    run(sys.executable, here/'on_ray.py', 'detached', tmp_path, **vars)
+    ended_and_home(**vars)
+    nothing_is_left(cluster)
+
 @pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_cell_on_a_cluster(cluster, tmp_path):
     "Last, since it kills a node"
-    lines,vars = [],cluster.vars|dict(WANDB_NAME='of the driver', OMP_NUM_THREADS='1')
+    lines,vars = [],cluster.vars|dict(WANDB_NAME='of the driver', WANDB_API_KEY='a'*40, OMP_NUM_THREADS='1')
     with open(tmp_path/'err', 'w') as err: p = start(sys.executable, here/'on_ray.py', 'head', tmp_path, env=env|vars, err=err)
     try:
         for line in p.stdout:
@@ -91,6 +101,9 @@ def test_a_cell_on_a_cluster(cluster, tmp_path):
     test_eq(res['where'], [os.getcwd(),'of the driver'])
     assert res['epochs']==2 and res['handler']
     assert res['error'].startswith('RankError: rank 1 on ') and 'ValueError: of the script' in res['error'], res['error']
+    assert res['died'].startswith('RankError: rank 1 on ') and 'it ended without a word, killed by SIGKILL' in res['died'], res['died']
+    test_eq(res['shown'], [['a'*40,False]]*2)
+    assert not [o for o in cluster.d.rglob('*.*') if o.is_file() and o.suffix in ('.log','.out','.err') and b'a'*40 in o.read_bytes()]
     assert res['interrupt'][0].startswith('KeyboardInterrupt') and res['interrupt'][1]-res['pressed'][0]<10 and res['free']==4
     assert ' on two failed' in res['lost'][0] and 'its machine was lost' in res['lost'][0] and res['lost'][1]-res['asked'][0]<10, res
     assert set(res['groups'])=={'REMOVED'}

@@ -1,5 +1,5 @@
 "With a seed a training that was cut off in an epoch, and goes on with other ranks and data workers, is the undisturbed one"
-import pytest,random
+import os,pytest,random,signal
 from fastai.vision.all import *
 from fastdist import *
 from fastdist.base.errors import *
@@ -12,7 +12,13 @@ class Cut(Callback):
     def before_step(self):
         if self.learn.train_iter==self.at: raise InterruptedError('cut off')
 
-def script(n, path, at=None, seed=42, workers=0):
+class Kill(Cut):
+    "Kills this process, the last of `n` ranks"
+    def __init__(self, at, n): self.at,self.n = at,n
+    def before_step(self):
+        if self.learn.train_iter==self.at and rank_distrib()==self.n-1: os.kill(os.getpid(), signal.SIGKILL)
+
+def script(n, path, at=None, seed=42, workers=0, cut=Cut):
     "A user's script of two fits and two evaluations, the second fit cut off at step `at`; what each rank has in the end"
     model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, 12), nn.Dropout(.3), nn.Linear(12, 3))
     def run(rank):
@@ -22,7 +28,7 @@ def script(n, path, at=None, seed=42, workers=0):
         with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=seed):
             learn.fit(1, .01)
             learn.validate()
-            learn.fit_one_cycle(3, .01, cbs=at and Cut(at))
+            learn.fit_one_cycle(3, .01, cbs=at and cut(at))
             losses = [*map(plain, learn.recorder.losses)]
             return [*map(plain, learn.model.parameters())],losses,plain(learn.get_preds(cbs=[MCDropoutCallback()])[0])
     return on_ranks(run, n, timeout=100)
@@ -34,6 +40,12 @@ def whole(tmp_path_factory): return script(1, tmp_path_factory.mktemp('whole')/'
 def test_a_training_goes_on_with_other_ranks(tmp_path, whole, before, after, at, workers):
     with pytest.raises(RankError, match='cut off'): script(before, tmp_path/'states', at)
     for res in script(after, tmp_path/'states', workers=workers): assert near(res, whole)
+
+@pytest.mark.parametrize('before,after', ((2,3),(3,1)))
+def test_a_rank_that_is_killed(tmp_path, whole, before, after):
+    with pytest.raises(RankError): script(before, tmp_path/'states', 3, workers=1, cut=partial(Kill, n=before))
+    assert [*(tmp_path/'states').glob('0*')]
+    for res in script(after, tmp_path/'states', workers=1): assert near(res, whole)
 
 def test_another_seed_is_another_training(tmp_path):
     script(1, tmp_path/'states')

@@ -1,6 +1,7 @@
 "With a seed any number of ranks, with any number of data workers, draws what one process draws"
-import fastai.vision.augment,pandas as pd,pytest
+import fastai.vision.augment,itertools,pandas as pd,pytest
 from functools import partial
+from accelerate import notebook_launcher
 from accelerate.utils import DistributedDataParallelKwargs,FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader as TorchLoader,IterableDataset
 from fastai.callback.mixup import CutMix,MixUp
@@ -11,7 +12,9 @@ from fastai.text.all import *
 from fastai.text.models.awdlstm import *
 from fastai.vision.all import *
 from fastai.vision.gan import *
+from fastdist import *
 from fastdist.base.errors import *
+from procs import free_port
 from seeded import *
 
 g = torch.Generator().manual_seed(1)
@@ -27,7 +30,7 @@ def made(n, ds, valid, model, cbs=None, cls=DataLoader, loss=CrossEntropyLossFla
 
 def net(model, x=images, **kw):
     ds = list(zip(x, classes))
-    return lambda n: made(n, ds, ds[:10], model, shuffle=True, **kw)
+    return lambda n: made(n, ds, ds[:10], model, **(dict(shuffle=True)|kw))
 
 def vision(item=(), batch=(), workers=0, model=None):
     def mk(n):
@@ -140,13 +143,21 @@ def language_model(n):
     cfg = awd_lstm_lm_config|dict(emb_sz=12, n_hid=16, n_layers=2)
     return Learner(dls, get_language_model(AWD_LSTM, 50, cfg), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=rnn_cbs(2., 1.))
 
-def text(n, longest=60):
+def text(n, longest=60, cls=SortedDL, **kw):
     torch.manual_seed(0)
     r = random.Random(0)
-    ds = [(LMTensorText(torch.randint(2, 50, (r.randint(20, longest),), generator=torch.Generator().manual_seed(i))),TensorCategory(i%3)) for i in range(30)]
-    dls = DataLoaders(*[SortedDL(ds, bs=bs//n, shuffle=o, before_batch=pad_input_chunk, sort_func=lambda x: len(x[0])) for o in (True,False)])
+    ds = [(LMTensorText(torch.randint(2, 50, (r.randint(20, longest),), generator=torch.Generator().manual_seed(i))),TensorCategory(i%3)) for i in range(29)]
+    sort = dict(sort_func=lambda x: len(x[0])) if cls is SortedDL else {}
+    dls = DataLoaders(*[cls(ds, bs=bs//n, shuffle=o, before_batch=pad_input_chunk, **sort, **kw) for o in (True,False)])
     cfg = awd_lstm_clas_config|dict(emb_sz=12, n_hid=16, n_layers=2)
-    return Learner(dls, get_text_classifier(AWD_LSTM, 50, 3, config=cfg), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=rnn_cbs(0., 0.))
+    dls.vocab = list(range(50))
+    how = dict(loss_func=CrossEntropyLossFlat(), opt_func=SGD, metrics=accuracy)
+    return text_classifier_learner(dls, AWD_LSTM, config=cfg, pretrained=False, drop_mult=.7, n_out=3, max_len=150, **how)
+
+def test_texts_of_many_chunks():
+    long = {k:partial(text, longest=300, **kw) for k,kw in dict(plain={}, workers=dict(num_workers=2)).items()}
+    same_on(long, fit=lambda learn: learn.fit(2, .05) or learn.get_preds(cbs=[MCDropoutCallback()])[0])
+    assert 'HINT: sort by length' in refused(partial(text, longest=300, cls=TfmdDL))
 
 def frame(n=60):
     r = np.random.RandomState(0)
@@ -163,7 +174,91 @@ def collab(n):
     return collab_learner(dls, use_nn=True, layers=[10], y_range=(0,1), config=tabular_config(embed_p=.2, ps=[.3]), opt_func=SGD)
 
 def test_text_tabular_and_collab():
-    same_on(dict(lm=language_model, text=text, tabular=tabular, collab=collab), batches=False, fit=lambda learn: learn.fit(1, .05))
+    same_on(dict(lm=language_model, text=text, tabular=tabular, collab=collab), batches=False, fit=lambda learn: learn.fit(1, .02))
+
+def times(x, w): return x*torch.as_tensor(w).float().view(-1, *[1]*(x.ndim-1))
+def changed(f, **kw):
+    class Changes(Callback):
+        def before_batch(self):
+            if self.training: self.learn.xb = (f(self.x),)
+    return net(flat(nn.Dropout), cbs=Changes, **kw)
+
+class Numpy(Module):
+    def __init__(self): self.lin,self.out = nn.Linear(768, 12),nn.Linear(12, 3)
+    def forward(self, x): return self.out(times(self.lin(x.flatten(1)), np.random.rand(len(x)))*np.random.rand())
+
+class Loudness(Transform):
+    def encodes(self, x:TensorImage): return times(x, np.random.rand(len(x)))
+
+class Collates(DataLoader):
+    def create_batch(self, b):
+        x,y = super().create_batch(b)
+        return times(x, np.random.rand(len(x)))*torch.rand(len(x), 1, 1, 1),y
+
+def collate(b):
+    x,y = torch.utils.data.default_collate(b)
+    return times(x, np.random.rand(len(x)))*torch.rand(len(x), 1, 1, 1),y
+
+class OfRank0(Callback):
+    def before_batch(self): self.learn.rank==0 and (torch.rand(len(self.x), 3),np.random.rand(5),random.random())
+def rank0(n):
+    learn = net(flat(nn.Dropout), cbs=OfRank0)(n)
+    learn.rank = rank_distrib()
+    return learn
+
+def test_what_numpy_draws_for_a_batch():
+    numpy = dict(beta=changed(lambda x: times(x, np.random.beta(.4, .4, size=len(x)))), mask=changed(lambda x: x*torch.tensor(np.random.rand(*x.shape)<.5)),
+        one=changed(lambda x: x*np.random.normal()), model=net(Numpy), transform=vision(batch=[Loudness()]),
+        collate=changed(noop, cls=Collates), torchs=changed(noop, cls=TorchLoader, collate_fn=collate), rank0=rank0)
+    same_on(numpy)
+
+def tripled(x, i): return torch.where(torch.isin(torch.arange(len(x)), torch.tensor(i)).view(-1, *[1]*(x.ndim-1)), 3*x, x)
+class OwnNumbers(Callback):
+    def __init__(self): self.rng = np.random.default_rng()
+    def before_batch(self): self.learn.xb = (times(self.x, self.rng.random(len(self.x))),)
+escaping = dict(permutation=changed(lambda x: x[np.random.permutation(len(x))]), sample=changed(lambda x: tripled(x, random.sample(range(len(x)), 2))),
+    each=changed(lambda x: times(x, [random.random() for _ in x])), rows=changed(lambda x: tripled(x, torch.randint(len(x), (2,)))),
+    own=net(flat(), cbs=OwnNumbers),
+    later=changed(lambda x: x*torch.rand(3, len(x)*16, 16).view(3, -1, 16, 16).transpose(0, 1)), flat=changed(lambda x: x*torch.rand(x.numel()).view(x.shape)))
+
+@pytest.mark.parametrize('mk', escaping.values(), ids=escaping)
+def test_what_cannot_be_cut_is_refused(mk): assert 'You set a seed, and ' in (said := refused(mk)) and ('test_seeds.py:' in said or 'OwnNumbers' in said)
+
+class DropBlock(Module):
+    "Divides its mask by the mean of all samples"
+    def forward(self, x):
+        m = (torch.rand_like(x[:,:1])<.7).float()
+        return x*m/m.mean()
+
+def in_random_order(x): return x[torch.rand(len(x)).argsort()]
+of_others = dict(block=(net(conv(DropBlock)),'the model'), order=(changed(in_random_order),'the callback Changes'), transform=(vision(batch=[in_random_order]),'a batch transform'),
+    numpy=(changed(lambda x: x[np.argsort(np.random.rand(len(x)))]),'the callback Changes'))
+
+@pytest.mark.parametrize('mk,who', of_others.values(), ids=of_others)
+def test_a_sample_that_depends_on_the_numbers_of_others_is_refused(mk, who):
+    assert f'You set a seed, and {who} makes of a sample what depends on the random numbers of other samples' in refused(mk)
+
+class Later(Callback):
+    "Draws for each sample, until nobody looks"
+    def before_batch(self): self.learn.xb = (times(self.x, torch.rand(len(self.x))) if self.train_iter<1 else in_random_order(self.x),)
+
+def audited(mk):
+    def run(rank):
+        learn = mk(2)
+        with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=42, audit=2): learn.fit(1)
+        return learn.audit.ok,str(learn.audit)
+    return on_ranks(run, 2, timeout=110)
+
+def test_an_audit_finds_what_nobody_sees():
+    for ok,said in audited(net(flat(nn.Dropout), cbs=Later)): assert not ok and 'Later' in said, said
+def test_an_audit_is_not_well_where_one_process_is_not_repeatable():
+    calls = itertools.count()
+    for ok,said in audited(changed(lambda x: x*3.**next(calls))): assert not ok and 'differ' in said, said
+
+@pytest.mark.slow
+def test_compiled_models():
+    def compiled(): return torch.compile(flat(nn.Dropout)())
+    same_on(dict(plain=net(compiled)), (2,), batches=False)
 
 class Latent:
     def __len__(self): return n_all-4
@@ -190,6 +285,9 @@ def test_evaluations_that_draw():
     same_on(dict(net=net(flat(nn.Dropout))), batches=False, fit=lambda learn: learn.lr_find(num_it=8, show_plot=False) and learn.fit(1, .01))
 
 def test_shards(): same_on(dict(plain=net(flat(nn.Dropout)), encoder=sequences['encoder']), shard=True)
+def test_applications_in_shards():
+    "An LSTM holds weak references and its weights a second time, and fastai's `WeightDropout` a method of its own: a trial in shards leaves them alone"
+    same_on(dict(lm=language_model, text=text, tabular=tabular, collab=collab), sizes=(2,), batches=False, fit=lambda learn: learn.fit(1, .02), shard=True)
 def test_activations_that_are_computed_again():
     kw = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['TransformerEncoderLayer'])
     one, = on_each(dict(encoder=sequences['encoder']), 1)
@@ -227,7 +325,6 @@ def test_a_permutation_of_the_batch_is_refused_on_ranks():
     on_each(dict(it=mk), 1)
     assert 'test_seeds.py' in (said := refused(mk)) and 'draws a permutation of 6' in said and 'HINT: leave it to MixUp' in said
 
-def test_texts_of_many_chunks_are_refused(): assert 'cannot be told which of them are whose' in refused(partial(text, longest=300))
 
 @pytest.mark.parametrize('seed', (-1,1.5,'42',True))
 def test_a_seed_is_a_whole_number(seed):
@@ -238,6 +335,21 @@ def test_ranks_have_one_seed():
         learn = net(flat())(2)
         with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=rank): learn.fit(1)
     with pytest.raises(RankError, match=r'Ranks have different seeds: \[0, 1\]'): on_ranks(run, 2)
+
+def tuned(path, n):
+    "Several fits in one context, of which rank 0 keeps the weights"
+    learn = net(flat(nn.Dropout))(n)
+    with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=42):
+        learn.fine_tune(1, .01)
+        learn.fit_one_cycle(1, .01)
+        if not rank_distrib(): torch.save([*map(plain, learn.model.parameters())], path)
+
+def test_launchers(tmp_path):
+    on_ranks(lambda rank: tuned(tmp_path/'one', 1), 1, join=False)
+    Accelerator(nprocs=3, compute_setup='cpu').distribute(tuned, start='fork')(tmp_path/'distribute', 3)
+    notebook_launcher(tuned, (tmp_path/'launcher',2), num_processes=2, use_port=str(free_port()))
+    one,*many = [torch.load(tmp_path/o) for o in ('one','distribute','launcher')]
+    for o in many: assert near(o, one)
 
 def test_without_a_seed_and_after_a_context_torch_draws_as_ever():
     x,found = torch.ones(100),[]

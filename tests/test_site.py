@@ -102,7 +102,7 @@ def test_search_prefers_guides_to_rooms_and_scripts():
 
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['index.ipynb','tutorials/timeline.ipynb'])
+@pytest.mark.parametrize('name', ['index.ipynb',pytest.param('tutorials/timeline.ipynb', marks=pytest.mark.whole)])
 def test_visible_cells_run_by_themselves(name):
     path = pages.root/'nbs'/name
     cells = executed('\n# %%\n'.join(_code(path)), path.parent)

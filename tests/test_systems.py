@@ -7,7 +7,7 @@ pytestmark = pytest.mark.launcher
 
 bare = '''
 import os,signal,socket,sys
-import torch,accelerate,fastai.vision.all,torch._dynamo # which work there
+import torch,accelerate,fastai.basics,torch._dynamo # which work there
 lacks = {os:'register_at_fork fork memfd_create geteuid getuid killpg setsid getpgid',
     signal:'SIGURG SIGUSR1 SIGUSR2 SIGKILL SIGHUP SIGCHLD SIGSTOP SIGCONT pthread_kill pthread_sigmask siginterrupt'}
 for o,names in lacks.items():

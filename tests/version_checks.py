@@ -13,27 +13,29 @@ def shell(*cmd, rc=0, timeout=600):
 
 def torchrun(*cmd, **kw): return shell('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *cmd, **kw)
 
-def learner(bs, **kw):
+def learner(bs, drop=0, **kw):
     "A Learner whose last batches are ragged"
     from fastai.basics import DataLoaders,Learner,CrossEntropyLossFlat,Adam,accuracy,nn,set_seed,torch
     set_seed(3)
     data = [(torch.randn(8),i%3) for i in range(57)]
     dls = DataLoaders.from_dsets(data[:50], data[50:], bs=bs, shuffle=True, drop_last=False, num_workers=0, device='cpu')
-    return Learner(dls, nn.Sequential(nn.Linear(8,7), nn.Tanh(), nn.Linear(7,3)), loss_func=CrossEntropyLossFlat(), opt_func=Adam, metrics=accuracy, **kw)
+    model = nn.Sequential(nn.Linear(8,7), nn.Tanh(), nn.Dropout(drop), nn.Linear(7,3))
+    return Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=Adam, metrics=accuracy, **kw)
 
-def trained(bs, joins, cbs=None, **kw):
+def trained(bs, joins, cbs=None, drop=0, **kw):
     "Weights, values and predictions of a Learner, and what it says about itself"
-    learn = learner(bs)
+    learn = learner(bs, drop)
     with learn.distrib_ctx(**kw) if joins else nullcontext(), learn.no_bar(), learn.no_logging():
         learn.fit(2, .01, cbs=cbs and cbs())
         preds = learn.get_preds()[0]
     return [o.detach() for o in learn.model.parameters()],learn.recorder.values[-1],preds,getattr(learn, 'timeline', None) and str(learn.timeline)
 
-def as_one_process(**kw):
+def as_one_process(seed=None, **kw):
     from fastdist import on_ranks
     from fastcore.test import test_close
     from torch import Tensor
-    ws,vals,preds,_ = trained(16, False)
+    if seed: kw |= dict(seed=seed, drop=.3)
+    ws,vals,preds,_ = trained(16, bool(seed), **(kw if seed else {}))
     for r in on_ranks(lambda rank: trained(8, True, **kw), 2, join=False):
         assert all(type(o.data) is Tensor for o in r[0])
         test_close(r[0], ws, 1e-5)
@@ -43,6 +45,17 @@ def as_one_process(**kw):
 def digits(): assert float(shell(examples/'digits.py').rpartition('accuracy: ')[2])>.9
 
 def law(): as_one_process()
+
+def seed(): as_one_process(seed=42)
+
+def audit():
+    from fastdist import on_ranks
+    def audited(rank):
+        learn = learner(8)
+        with learn.distrib_ctx(audit=2), learn.no_bar(), learn.no_logging(): learn.fit(1)
+        return learn.audit.ok,str(learn.audit)
+    ok,said = on_ranks(audited, 2, join=False)[0]
+    assert ok,said
 
 def shards(): as_one_process(shard=True)
 
@@ -116,7 +129,20 @@ def notebook():
     said = ''.join(o.get('text', '') for c in nb.cells for o in c.outputs)
     assert '2 ranks' in said and 'notebook_launcher' in said,said
 
-checks = [digits, law, fault, resume, shards, timeline, notebook]
+detached = """
+from fastdist import *
+def f(): return this_world().rank,this_world().size
+print(Accelerator(nprocs=2, compute_setup='cpu').distribute(f, detach=True)().result())
+"""
+
+def detach():
+    with tempfile.TemporaryDirectory() as d:
+        path = Path(d)/'detached.py'
+        path.write_text(detached)
+        said = shell(path)
+    assert '(0, 2)' in said,said
+
+checks = [digits, law, seed, audit, fault, resume, shards, timeline, notebook, detach]
 
 if __name__=='__main__':
     for f in checks:

@@ -5,7 +5,7 @@ import csv,json,os,re,shutil,subprocess,sys,tempfile
 from datetime import date
 from pathlib import Path
 
-pairs = '3.12/2.10', '3.10/2.11', '3.11/2.12', '3.12/2.13', '3.13/2.14', '3.10/2.14', '3.12/2.15', '3.13/2.15', '3.14/2.15' # Python and torch
+pairs = '3.10/2.10', '3.10/2.11', '3.11/2.12', '3.12/2.13', '3.13/2.14', '3.10/2.14', '3.12/2.15', '3.13/2.15', '3.14/2.15' # Python and torch
 with_it = 'scikit-learn','ipykernel','nbclient' # for the checks
 root = Path(__file__).resolve().parent.parent
 table,cache = root/'nbs/reference/versions.csv',root/'.cache/versions'

@@ -6,12 +6,14 @@ import atexit,gc,os,psutil,pty,random,re,resource,runpy,select,shutil,signal,str
 import torch,torch.distributed.run,numpy as np
 from ctypes import CDLL
 from fcntl import ioctl
+from importlib import import_module
 from multiprocessing.connection import Listener
 from pathlib import Path
 from types import ModuleType
 from accelerate.commands import accelerate_cli
 from torch.distributed.launcher.api import elastic_launch
 sys.path.append(str(Path(__file__).parent.parent))
+from forks import huge_pages
 from procs import free_port
 
 def as_one(text, n):
@@ -191,12 +193,17 @@ def serve(at):
             os._exit(0)
 
 def warm_up():
-    "Import what scripts import, but not what is tested"
+    "Import what scripts import, but not what is tested; as on a machine with one core, where a loader that is not told has one data worker"
     gc.disable() # there is no garbage yet
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    import_module('fastcore.basics') # which counts them
+    os.sched_setaffinity(0, cores)
     for o in 'vision.all text.all tabular.all collab vision.gan distributed callback.all'.split(): __import__(f'fastai.{o}')
     for o in 'torch._dynamo sklearn.datasets torch.distributed.launcher.api accelerate cloudpickle IPython.display'.split(): __import__(o)
     gc.freeze()
     gc.enable()
+    huge_pages()
 
 def main(script, n=2, *_):
     "For a person: the script on one process, then on `n` ranks"
