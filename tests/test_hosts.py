@@ -87,6 +87,26 @@ def ends(hosts, what, match):
 @pytest.mark.whole
 def test_a_killed_rank(hosts): ends(hosts, lambda pid: os.kill(pid, signal.SIGKILL), r'rank 3 on fdb failed:\nit ended without a word, killed by SIGKILL')
 
+class Dies(Callback):
+    "Kill rank 3 in the second epoch, if that has not been done"
+    def __init__(self, d): self.done = d/'done'
+    def after_batch(self):
+        if os.environ.get('RANK')!='3' or self.epoch<1 or self.iter<1 or self.done.exists(): return
+        self.done.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.whole
+def test_the_same_call_again_goes_on(hosts, tmp_path):
+    def fit(d, *cbs):
+        learn = learner()
+        with learn.no_bar(), learn.no_logging(): on(hosts, learn.fit_one_cycle)(3, 1e-2, cbs=[Checkpoint(d, every=1), *cbs])
+        return learn
+    with pytest.raises(RankError, match=r'rank 3 on fdb failed:\nit ended without a word, killed by SIGKILL'): fit(tmp_path/'states', Dies(tmp_path))
+    again,once = fit(tmp_path/'states', Dies(tmp_path)),fit(tmp_path/'undisturbed')
+    for a,b in zip(again.model.parameters(), once.model.parameters()): assert torch.equal(a, b)
+    test_eq(again.recorder.values, once.recorder.values)
+    test_eq(again.counts.n, once.counts.n)
+
 def test_a_killed_agent(hosts):
     ends(hosts, lambda pid: os.kill(int(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split()[1]), signal.SIGKILL), r'rank \d on fdb failed:\nits machine was lost: `ssh .* fdb` ended')
 
