@@ -73,8 +73,8 @@ def tell_error(self:Faults,
 ):
     "Send the first error of a generation to all ranks; send only the last line of a later error of rank 0"
     if self._is_first(gen): self.control.tell('error', rank=rank, text=text, gen=gen)
-    elif self.control.rank==rank==0: self.control.tell('failed', text=_last_line(text))
-    else: self.on_failed(rank, text)
+    elif self.control.rank==rank==0: self.control.tell('failed', text=_last_line(text), gen=gen)
+    else: self.on_failed(rank, text, gen)
 
 def _last_line(text): return text.rstrip().rpartition('\n')[2]
 
@@ -83,20 +83,21 @@ def in_short(self:Faults,
     msg:dict # Of any kind
 )->dict:
     "Return `msg`, but for an error only its last line"
-    return dict(kind='failed', rank=msg['rank'], text=_last_line(msg['text'])) if msg['kind']=='error' else msg
+    return dict(kind='failed', rank=msg['rank'], text=_last_line(msg['text']), gen=msg['gen']) if msg['kind']=='error' else msg
 
 # %% ../../nbs/105_comm.faults.ipynb #24ad2cc3
 @patch
 def on_error(self:Faults, rank, text, gen):
-    self.on_failed(rank, text)
+    self.on_failed(rank, text, gen)
     if rank!=self.control.rank: self._fail(RankError(rank, text), gen)
 
 @patch
-def on_failed(self:Faults, rank, text):
+def on_failed(self:Faults, rank, text, gen):
     with self.control.news:
+        if gen<self.generation: return
         self.errors[rank] = _last_line(text)
+        if rank==self.control.rank: self.failed,self.armed = True,False
         self.control.news.notify_all()
-    if rank==self.control.rank: self.failed,self.armed = True,False
 
 @patch
 def _fail(self:Faults, err, gen):
