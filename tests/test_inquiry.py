@@ -98,6 +98,7 @@ def test_between_fits_and_after_an_error():
     def run(rank):
         learn,res = small_learner(8, 60, cbs=At(1, fail)),[]
         with learn.no_logging(), learn.no_bar(), learn.distrib_ctx():
+            dist.barrier() # an inquiry that the other began, while this rank came, would answer for it
             res.append(report())
             try: learn.fit(1)
             except (RankError,ValueError): res.append(ask(mine()[:1])[0])

@@ -30,7 +30,8 @@ def script(n, path, at=None, seed=42, workers=0, cut=Cut):
             learn.validate()
             learn.fit_one_cycle(3, .01, cbs=at and cut(at))
             losses = [*map(plain, learn.recorder.losses)]
-            return [*map(plain, learn.model.parameters())],losses,plain(learn.get_preds(cbs=[MCDropoutCallback()])[0])
+            preds = plain(learn.get_preds(cbs=[MCDropoutCallback()])[0])
+        return [*map(plain, learn.model.parameters())],losses,preds
     return on_ranks(run, n, timeout=100)
 
 @pytest.fixture(scope='module')

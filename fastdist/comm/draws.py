@@ -389,7 +389,7 @@ def _taking(d, op, key):
         if d.raw or d.at is None and d.notes is None: return kernel.call_boxed(keys, *args, **kw)
         if d.notes is not None: return _on_trial(d, partial(kernel.call_boxed, keys), *args, **kw)
         with torch._C.DisableTorchFunctionSubclass(): return kind(d, op, partial(kernel.call_boxed, keys), *args, **kw)
-    return draw
+    return torch.compiler.disable(draw) if 'torch._dynamo' in sys.modules else draw # or what runs between two compiled parts is compiled too
 
 # %% ../../nbs/116_comm.draws.ipynb #ed8dabb9
 _installed = WeakSet() # the `StepDraws` that have the place of torch's kernels
