@@ -91,10 +91,9 @@ class Loud(Module):
 
 encoder = lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, .2, batch_first=True), nn.Flatten(), nn.Linear(72, 3))
 models = {k.__name__:net(conv(k)) for k in (nn.Dropout,nn.Dropout2d,nn.AlphaDropout,nn.FeatureAlphaDropout,nn.RReLU,Deep)}
-models |= dict(
-    once=net(lambda: nn.Sequential(nn.Conv1d(9, 6, 3), nn.Dropout1d(.3), nn.Flatten(), nn.Linear(36, 3)), texts),
+models |= dict(once=net(lambda: nn.Sequential(nn.Conv1d(9, 6, 3), nn.Dropout1d(.3), nn.Flatten(), nn.Linear(36, 3)), texts),
     thrice=net(lambda: nn.Sequential(nn.Conv3d(1, 4, (1,3,3), 2), nn.Dropout3d(), nn.Flatten(), nn.Linear(392, 3)), images[:,None]),
-    connect=net(Connect, texts[:,0].repeat(1, 2)[:,:12]), connect_24=net(Connect, texts[:,0].repeat(1, 2)[:,:12], bs=24))
+    **{f'connect_{o}':net(Connect, texts[:,0].repeat(1, 2)[:,:12], bs=o) for o in (12,24)})
 kinds = dict(lstm=partial(Recurrent, nn.LSTM), gru=partial(Recurrent, nn.GRU), attention=Attends)
 sequences = {f'{k}_{o}':net(partial(v, o), texts) for k,v in kinds.items() for o in (True,False)} | dict(encoder=net(encoder, texts))
 
