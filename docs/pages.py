@@ -24,7 +24,7 @@ def stale():
     return {p:o for p,o in ran.items() if _ran(o)<max(code, p.stat().st_mtime)}
 
 def run(
-    workers=3 # Notebooks that run at a time
+    workers=2 # Notebooks that run at a time
 ):
     "Run copies of all stale notebooks as `nbdev-test` does, and keep their outputs; raise an error if one fails"
     todo = stale()
