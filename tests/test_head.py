@@ -346,6 +346,20 @@ def ways(learn):
         with o.distrib_ctx(): fit(o, n)
     return dict(closure=closure, object=Owner(learn).run, default=default, argument=partial(argument, learn))
 
+@pytest.mark.parametrize('n', [2,3])
+@pytest.mark.parametrize('start', ['distribute','on_ranks'])
+def test_a_learner_that_a_function_returns_has_all_of_its_training(start, n):
+    def f(rank=0):
+        set_seed(2)
+        learn = learner(12//(n if this_world().size>1 else 1))
+        with learn.distrib_ctx(): fit(learn, 2)
+        return learn
+    res = cpu(nprocs=n).distribute(f, **forked)() if start=='distribute' else on_ranks(f, n, join=False)[n-1]
+    one = f()
+    for k in 'values','lrs','iters','losses': test_close(getattr(res.recorder, k), getattr(one.recorder, k), 1e-5)
+    test_close([*res.model.state_dict().values()], [*one.model.state_dict().values()], 1e-5)
+    fit(res, 1)
+
 @pytest.mark.parametrize('way,n', [('closure',2), ('object',3), ('default',2), ('argument',3)])
 def test_a_learner_that_a_function_has_comes_home(way, n):
     learn,one = learner(4),learner(4*n)
