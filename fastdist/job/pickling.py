@@ -110,11 +110,12 @@ def found(
             todo.extend(new)
     return res
 
-# %% ../../nbs/007_job.pickling.ipynb #288626c7
+# %% ../../nbs/007_job.pickling.ipynb #288626d1
 def _with_path(o):
     make,args = cloudpickle.Pickler.dispatch_table[CodeType](o)
     return make,tuple(o.co_filename if isinstance(a, str) and a=='<dynamic-code>' else a for a in args)
 
+# %% ../../nbs/007_job.pickling.ipynb #288626d2
 def _with_lists(o):
     how = o.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if how[0] is not copyreg.__newobj__: return how
@@ -124,6 +125,7 @@ def _set_state(o, state):
     if state[0] is not None: o.__setstate__(state[0])
     vars(o).update(state[1])
 
+# %% ../../nbs/007_job.pickling.ipynb #288626c7
 class CodePickler(cloudpickle.Pickler):
     "cloudpickle's, whose code objects keep the path of their file, and whose callbacks keep what they have recorded"
     dispatch_table = ChainMap({CodeType:_with_path}, cloudpickle.Pickler.dispatch_table)
