@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption('--whole') is None: items[:] = covered([o for o in items if not o.get_closest_marker('whole')])
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
-        if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(120))
+        if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(300))
 
 def pytest_collection_finish():
     gc.enable()

@@ -68,7 +68,7 @@ def ssh_hosts(names=('fda','fdb'), net='10.213.77'):
         path = os.environ['PATH']
         stack.callback(os.environ.update, PATH=path)
         os.environ['PATH'] = f'{d}:{path}'
-        for o in names: await_that(lambda: not subprocess.run(['ssh',o,'true'], capture_output=True).returncode, 20)
+        for o in names: await_that(lambda: not subprocess.run(['ssh',o,'true'], capture_output=True).returncode)
         yield SimpleNamespace(names=list(names), daemons=daemons, d=d, net=net)
 
 @contextmanager

@@ -19,7 +19,7 @@ def free_port():
     while True:
         with suppress(OSError), socket.create_server(('127.0.0.1', SystemRandom().randrange(10_000, 32_768))) as s: return s.getsockname()[1]
 
-def await_that(cond, seconds):
+def await_that(cond, seconds=90):
     end = time.monotonic()+seconds
     while not cond():
         assert time.monotonic()<end
@@ -128,7 +128,7 @@ def attached(name, what, **vars):
 
 def ended_and_home(**vars):
     "Check that other processes follow two detached jobs; that one is cancelled, and the other, which may have waited for its place, comes home when there is a file `go`"
-    follow = lambda o: await_that(lambda: 'begun' in attached(o, 'job.status, job.log()', **vars), 90)
+    follow = lambda o: await_that(lambda: 'begun' in attached(o, 'job.status, job.log()', **vars))
     follow('ended')
     assert attached('ended', 'job.cancel().status', **vars)=='cancelled\n'
     follow('home')

@@ -176,7 +176,7 @@ def paused(rank):
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(patience=2):
         learn.fit(1, cbs=Checkpoint('ckpt'))
         line = control_connection()
-        await_that(lambda: line.looked-line.part(Watchdog).moved>2*line.patience, 60)
+        await_that(lambda: line.looked-line.part(Watchdog).moved>2*line.patience)
         learn.fit(1, cbs=Checkpoint('ckpt'))
     return len(learn.recorder.values)
 

@@ -191,7 +191,7 @@ class OwnPart(Lines):
 def shared_out(rank):
     with pytest.raises(ValueError, match='different streams') as e: trained(2, True, mk=own(OwnPart))
 
-def test_a_stream_shared_out_by_rank_is_an_error(): on_ranks(shared_out, join=False, timeout=30)
+def test_a_stream_shared_out_by_rank_is_an_error(): on_ranks(shared_out, join=False, timeout=100)
 
 class OwnCollate(DataLoader):
     def create_batch(self, b): return tuple(torch.stack(o)*2 for o in zip(*b))

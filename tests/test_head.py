@@ -16,7 +16,7 @@ from fastdist.base.errors import HomeError
 from learners import digits
 from procs import *
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 cpu = partial(Accelerator, compute_setup='cpu')
 forked = dict(start='fork')
 
@@ -482,14 +482,14 @@ def test_ranks_end_with_the_head(tmp_path, sig):
     "And while they run, none of their sockets can be reached from another machine"
     p = subprocess.Popen([sys.executable, '-c', script, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     try:
-        await_that(lambda: len(list(tmp_path.glob('[0-9]*')))==2 or p.poll() is not None, 60)
+        await_that(lambda: len(list(tmp_path.glob('[0-9]*')))==2 or p.poll() is not None)
         pids = [int(o.name) for o in tmp_path.glob('[0-9]*')]
         assert p.poll() is None
         test_eq([a for pid in (*pids,p.pid) for a in listening(pid) if not a.startswith('127.')], [])
         p.send_signal(sig)
-        p.communicate(timeout=10)
+        p.communicate(timeout=60)
     finally: p.kill()
-    await_that(lambda: not any(map(alive, pids)), 5)
+    await_that(lambda: not any(map(alive, pids)))
     assert p.returncode!=0
 
 def listening(pid):

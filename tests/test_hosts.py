@@ -17,7 +17,7 @@ def hosts():
     if why := why_no_hosts(): pytest.skip(why)
     with ssh_hosts(hosts_of) as h:
         yield h
-        await_that(lambda: not agents(), 10)
+        await_that(lambda: not agents())
 
 def agents():
     "Agents and ranks in the hosts"
@@ -76,13 +76,13 @@ def ends(hosts, what, match):
         time.sleep(100)
     t = []
     def act():
-        await_that(lambda: began.exists() and began.read_text(), 60)
+        await_that(lambda: began.exists() and began.read_text())
         t.append(time.monotonic())
         what(int(began.read_text()))
     Thread(target=act).start()
     with pytest.raises(RankError, match=match): on(hosts, long)()
     assert time.monotonic()-t[0]<20 # ten of them until it is noticed that nothing is heard
-    await_that(lambda: not agents(), 20)
+    await_that(lambda: not agents())
 
 @pytest.mark.whole
 def test_a_killed_rank(hosts): ends(hosts, lambda pid: os.kill(pid, signal.SIGKILL), r'rank 3 on fdb failed:\nit ended without a word, killed by SIGKILL')
@@ -133,7 +133,7 @@ def refused(hosts, dest, match, seconds):
     t = time.monotonic()
     with pytest.raises(EngineError, match=rf'(?s)^{re.escape(dest)} cannot run ranks: .*{match}.*HINT: `ssh {re.escape(dest)} '): Accelerator(nprocs=2, compute_setup='cpu', hosts=[hosts.names[0],dest]).distribute(place)()
     assert time.monotonic()-t<seconds
-    await_that(lambda: not agents(), 10)
+    await_that(lambda: not agents())
 
 def test_a_wrong_second_host(hosts): refused(hosts, 'nowhere.invalid', 'Could not resolve', 20)
 
@@ -163,10 +163,10 @@ def test_the_head_ends(hosts, tmp_path, sig):
     (tmp_path/'script.py').write_text(script)
     p = start(sys.executable, tmp_path/'script.py', ','.join(hosts.names), tmp_path/'began', env=dict(os.environ))
     try:
-        await_that((tmp_path/'began').exists, 60)
+        await_that((tmp_path/'began').exists)
         p.send_signal(sig)
         (out,_), = said(p, timeout=20)
-        await_that(lambda: not agents(), 15)
+        await_that(lambda: not agents())
     finally: p.kill()
     if sig==signal.SIGINT: assert out.rstrip().endswith('KeyboardInterrupt'), out
 

@@ -13,7 +13,7 @@ from fastdist.job.spawn import start_ranks
 from learners import digits
 from procs import *
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 cpu = partial(Accelerator, compute_setup='cpu')
 
 def script(code, *cmd, run=run, **kw):

@@ -7,7 +7,7 @@ from fastdist import *
 from learners import digits
 from procs import *
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope='module')
 def shown():

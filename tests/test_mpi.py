@@ -90,4 +90,4 @@ def test_a_rank_of_mpirun_that_fails_ends_all(tmp_path):
     (tmp_path/'fails.py').write_text(fails)
     out,err = mpirun(tmp_path/'fails.py', rc=1)
     assert err.count('Traceback')==1 and 'ValueError: Exception occured in `Fails`' in err and 'rank 0 ends because rank 1 failed' in err, err
-    await_that(lambda: not processes(str(tmp_path/'fails.py')), 10)
+    await_that(lambda: not processes(str(tmp_path/'fails.py')))

@@ -11,7 +11,7 @@ import procs
 
 script = here/'stopping.py'
 
-def mark(f): return pytest.mark.launcher(pytest.mark.timeout(120)(f))
+def mark(f): return pytest.mark.launcher(pytest.mark.timeout(300)(f))
 
 @pytest.fixture
 def start(tmp_path):
@@ -22,7 +22,7 @@ def start(tmp_path):
 def trains(path, p, n):
     "The processes that train, in the order of their ranks, once all do"
     def all_there(): return p.poll() is not None or len(list(path.glob('*.*')))>=n
-    await_that(all_there, 60)
+    await_that(all_there)
     assert p.poll() is None, p.communicate()
     return [int(f.suffix[1:]) for f in sorted(path.glob('*.*'))]
 
@@ -192,8 +192,8 @@ def test_a_kernel_ends_when_it_is_asked_to(tmp_path, how):
         kc.start_channels()
         kc.wait_for_ready(60)
         kc.execute(cell.format(str(here), 'SIGTERM:0' if how=='SIGTERM' else '', str(tmp_path)))
-        await_that(lambda: list(tmp_path.glob('0.*')), 60)
+        await_that(lambda: list(tmp_path.glob('0.*')))
         if how=='shutdown': km.shutdown_kernel()
-        await_that(lambda: not km.is_alive(), 10)
+        await_that(lambda: not km.is_alive())
         assert how=='shutdown' or (tmp_path/'state0').exists() # before a shutdown Jupyter interrupts the cell
     finally: km.shutdown_kernel(now=True)

@@ -24,7 +24,7 @@ def slowly(rank, what='', secs=.2):
 def meeting(rank, n):
     "Stays until `n` ranks are in"
     note(rank, 'in')
-    await_that(lambda: sum(o.startswith('in') for o in log())>=n, 20)
+    await_that(lambda: sum(o.startswith('in') for o in log())>=n)
     note(rank, 'out')
     return rank
 

@@ -29,7 +29,7 @@ def trained(rank, *cbs, **kw):
     "What a fit leaves on this rank: weights, the table, the curve and the rates"
     set_seed(1)
     learn = pictures(**kw)
-    with learn.distrib_ctx(patience=10): learn.fit_one_cycle(2, 0.02, cbs=cbs)
+    with learn.distrib_ctx(): learn.fit_one_cycle(2, 0.02, cbs=cbs)
     rec = learn.recorder
     return [o.tolist() for o in learn.model.state_dict().values()],[list(o) for o in rec.values],[float(o) for o in rec.losses],rec.lrs
 
@@ -38,7 +38,7 @@ def alone(): return on_ranks(trained, join=False)
 
 def check(alone, f):
     "Ranks train in `f` as they do without callbacks; what else they return"
-    res = on_ranks(f, join=False, timeout=30)
+    res = on_ranks(f, join=False, timeout=100)
     test_eq([o for o,_ in res], alone)
     return [o for _,o in res]
 
@@ -63,7 +63,7 @@ def traced(rank, folder, **kw): return trained(rank, TensorBoardCallback(log_dir
 def test_tensorboard_traces_on_rank_0():
     "The trace takes a batch of the training loader, so the next order is another one, in one process and on ranks"
     _,*one = traced(0, 'one', bs=8)
-    a,b = on_ranks(lambda rank: traced(rank, f'logs{rank}'), join=False, timeout=30)
+    a,b = on_ranks(lambda rank: traced(rank, f'logs{rank}'), join=False, timeout=100)
     test_eq(a, b)
     for x,y in zip(a[1:], one): test_close(np.array(x), np.array(y), 1e-4)
     assert EventAccumulator('logs0').Reload().Graph().node and not Path('logs1').exists()
@@ -178,7 +178,7 @@ def after(rank, who, group):
 @pytest.mark.parametrize('group', [False,True])
 @pytest.mark.parametrize('who', [0,1])
 def test_one_rank_after_the_context(who, group):
-    n,valid,shown,classes,_ = on_ranks(lambda rank: after(rank, who, group), join=False, timeout=30)[who]
+    n,valid,shown,classes,_ = on_ranks(lambda rank: after(rank, who, group), join=False, timeout=100)[who]
     test_eq((n,shown,classes,files()), ([12,12],1,10,[] if who else ['0.pkl']))
 
 def exported(rank):
@@ -190,6 +190,6 @@ def exported(rank):
     return values,learn.validate(),load_learner('a.pkl').validate(dl=pictures().dls.valid)
 
 def test_what_rank_0_exports_is_what_was_trained():
-    a,b,c = on_ranks(exported, join=False, timeout=30)[0]
+    a,b,c = on_ranks(exported, join=False, timeout=100)[0]
     test_close(b, a, 1e-5)
     test_close(c, a, 1e-5)

@@ -41,8 +41,8 @@ def agents(mark):
     return [pid for pid in filter(str.isdigit, os.listdir('/proc')) if ours(pid)]
 
 def nothing_is_left(cluster):
-    await_that(lambda: not agents(cluster.d), 15)
-    await_that(lambda: not list(cluster.d.glob('fastdist*')), 10)
+    await_that(lambda: not agents(cluster.d))
+    await_that(lambda: not list(cluster.d.glob('fastdist*')))
 
 @pytest.mark.whole
 @pytest.mark.launcher
@@ -104,7 +104,7 @@ def test_a_cell_on_a_cluster(cluster, tmp_path):
     assert res['died'].startswith('RankError: rank 1 on ') and 'it ended without a word, killed by SIGKILL' in res['died'], res['died']
     test_eq(res['shown'], [['a'*40,False]]*2)
     assert not [o for o in cluster.d.rglob('*.*') if o.is_file() and o.suffix in ('.log','.out','.err') and b'a'*40 in o.read_bytes()]
-    assert res['interrupt'][0].startswith('KeyboardInterrupt') and res['interrupt'][1]-res['pressed'][0]<10 and res['free']==4
-    assert ' on two failed' in res['lost'][0] and 'its machine was lost' in res['lost'][0] and res['lost'][1]-res['asked'][0]<10, res
+    assert res['interrupt'][0].startswith('KeyboardInterrupt') and res['interrupt'][1]-res['pressed'][0]<60 and res['free']==4
+    assert ' on two failed' in res['lost'][0] and 'its machine was lost' in res['lost'][0] and res['lost'][1]-res['asked'][0]<60, res
     assert set(res['groups'])=={'REMOVED'}
     nothing_is_left(cluster)

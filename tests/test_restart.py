@@ -38,7 +38,7 @@ def test_torchrun_goes_on_with_fewer_nodes(warm, tmp_path):
     args = '--nnodes','1:2','--nproc_per_node',1,'--max-restarts',3,'--rdzv_id','here','--rdzv_backend','c10d','--rdzv_endpoint',meets[0],'--rdzv_conf',meets[1]
     def agent(faults, rc=0): return warm(bin_/'torchrun', *args, script, tmp_path, FAULTS=faults, rc=rc, **once, timeout=120)
     with ThreadPoolExecutor(2) as pool:
-        stays,_ = pool.submit(agent, '1:agent:30'),await_that(lambda: served(meets[0]), 30)
+        stays,_ = pool.submit(agent, '1:agent:30'),await_that(lambda: served(meets[0]))
         pool.submit(agent, '1:agent:30', -9).result()
         out,err = stays.result()
     assert '2 ranks on 2 nodes' in out and 'goes on in fit 1' in out
@@ -80,7 +80,7 @@ def test_a_cell_that_is_run_again_goes_on(tmp_path):
     try:
         test_eq([run(o) for o in (begin,make,fit)], ['ok','ok','error'])
         kc.execute(fit)
-        await_that(lambda: not km.is_alive(), 60)
+        await_that(lambda: not km.is_alive())
     finally: km.shutdown_kernel(now=True)
     km,kc = start_new_kernel()
     try:

@@ -262,7 +262,7 @@ def written_after(rank, n=2):
         for get in (lambda: load_learner('e.pkl'), lambda: shaken(learn).load_encoder('enc'), lambda: shaken(learn).load('m')):
             res.append(L(get().model.parameters())[0].unique().tolist())
     if rank: Path(f'done/{rank}').touch()
-    else: await_that(lambda: len(files('done'))==2, 20) # it serves the store
+    else: await_that(lambda: len(files('done'))==2) # it serves the store
     return res
 
 def test_after_a_context_ranks_read_what_rank_0_has_written():
@@ -284,7 +284,7 @@ def read_in_vain(rank, how):
     if rank:
         err = caught(learn.load, 'm')
         Path('done').touch()
-    await_that(Path('done').exists, 20)
+    await_that(Path('done').exists)
     return err
 
 @pytest.mark.parametrize('how,why', [('ended','ended before it wrote models/m.pth'), ('failed','File too large')])

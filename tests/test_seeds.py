@@ -258,9 +258,9 @@ def test_an_audit_is_not_well_where_one_process_is_not_repeatable():
     calls = itertools.count()
     for ok,said in audited(changed(lambda x: x*3.**next(calls))): assert not ok and 'differ' in said, said
 
-@pytest.mark.slow
-def test_compiled_models():
-    def compiled(): return torch.compile(flat(nn.Dropout)())
+@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=[pytest.mark.whole, pytest.mark.slow])]) # which compiles C++, for a minute
+def test_compiled_models(backend):
+    def compiled(): return torch.compile(flat(nn.Dropout)(), backend=backend)
     same_on(dict(plain=net(compiled)), (2,), batches=False)
 
 class Latent:

@@ -11,7 +11,7 @@ from fastdist.shard.model import Shards
 from fastcore.test import test_eq
 from faults import traces
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 class Block(nn.Module):
     "Fails in its forward or backward pass when it is told to"
@@ -157,7 +157,7 @@ def norms(learn, rank): # torch waits in it without an end, and nobody else does
 
 @pytest.mark.parametrize('f', [calls,predicts,get_preds,unit,in_a_fit('after_batch'),in_a_fit('before_batch'),in_a_fit('after_pred'),norms], ids=lambda f: f.__name__)
 def test_one_rank_alone(f):
-    for (how,text),bare,ws in on_ranks(lambda rank: lone(rank, f, patience=3 if f is norms else None), join=False, timeout=40):
+    for (how,text),bare,ws in on_ranks(lambda rank: lone(rank, f, patience=3 if f is norms else None), join=False, timeout=100):
         assert how in ('RankError','ValueError') and bare and ('did not move' if f is norms else 'HINT') in text, (how,text,bare)
 
 class Looks(Callback):
@@ -175,7 +175,7 @@ class Looks(Callback):
 @pytest.mark.parametrize('look', [lambda learn: learn.model(torch.zeros(2,6)), lambda learn: learn.get_preds()], ids=['model','preds'])
 def test_a_callback_of_rank_0_that_evaluates(event, look):
     f = lambda rank: lone(rank, lambda learn, rank: learn.fit(1, cbs=Looks(event, look)))[0]
-    (how,text),(other,told) = on_ranks(f, join=False, timeout=40)
+    (how,text),(other,told) = on_ranks(f, join=False, timeout=100)
     assert (how,other)==('RuntimeError','RankError') and 'You let rank 0 alone use a model in shards' in text and 'You let rank 0 alone' in told
 
 def on_all(learn, rank):
@@ -187,7 +187,7 @@ def on_all(learn, rank):
         with torch.no_grad(): f()
     for event in ('before_batch','after_pred','after_backward','after_batch'): learn.fit(1, cbs=At(event, lambda learn: learn.model(x)))
 
-def test_all_ranks_together(): test_eq([o[:2] for o in on_ranks(lambda rank: lone(rank, on_all), 3, join=False, timeout=40)], [(('went on',''),True)]*3)
+def test_all_ranks_together(): test_eq([o[:2] for o in on_ranks(lambda rank: lone(rank, on_all), 3, join=False, timeout=100)], [(('went on',''),True)]*3)
 
 def inner(learn, rank): learn.model[2].lin(torch.zeros(2,9))
 def copies(learn, rank): deepcopy(learn.model)
@@ -260,7 +260,7 @@ def loses(rank, path):
 
 def test_a_rank_is_killed(tmp_path):
     "Nine rows are three of each rank"
-    with pytest.raises(RankError, match='SIGKILL'): on_ranks(partial(loses, path=tmp_path), 3, join=False, timeout=40)
+    with pytest.raises(RankError, match='SIGKILL'): on_ranks(partial(loses, path=tmp_path), 3, join=False, timeout=100)
     for r in (0,2): test_eq(eval((tmp_path/str(r)).read_text()), ('RankError',True,True,[i//3==r for i in range(9)],True))
 
 def stopped(rank, path):
@@ -277,7 +277,7 @@ def stopped(rank, path):
 
 @pytest.mark.filterwarnings('ignore')
 def test_a_rank_that_is_stopped(tmp_path):
-    with pytest.raises(RankError, match='SIGKILL'): on_ranks(partial(stopped, path=tmp_path), 3, join=False, timeout=30)
+    with pytest.raises(RankError, match='SIGKILL'): on_ranks(partial(stopped, path=tmp_path), 3, join=False, timeout=100)
     for r in (0,2): test_eq(eval((tmp_path/str(r)).read_text()), ('RankError',True,True))
 
 # Hooks of the user

@@ -84,7 +84,7 @@ def start(d, stack):
     stack.callback(end_members, d)
     for o in daemons: stack.enter_context(running(o, d, env))
     stack.callback(end_jobs, env)
-    try: await_that(lambda: idle(env), 60)
+    try: await_that(lambda: idle(env))
     except AssertionError: pytest.fail(f'the cluster did not start\n{logs(d)}')
     return env
 
@@ -119,7 +119,7 @@ def test_a_script_trains_on_two_nodes(cluster, name, source):
 def test_a_rank_that_is_killed_ends_the_job(cluster):
     job = submit(f'--ntasks-per-node 1 --wrap "srun python {here}/broken.py {Path.cwd()}"', cluster)
     trains = lambda: {int(p.stem):int(p.suffix[1:]) for p in Path.cwd().glob('[01].*')}
-    await_that(lambda: len(trains())==2, 90)
+    await_that(lambda: len(trains())==2)
     os.kill(trains()[1], signal.SIGKILL)
     how,out = finished(job, cluster, 15)
     assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it ended without a word' in out, out[-3000:]

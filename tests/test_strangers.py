@@ -213,7 +213,7 @@ def test_an_error_comes_in_spite_of_a_users_handler():
             try:
                 with learn.no_bar(), learn.no_logging(): learn.fit(1)
             except Exception as e: return type(e).__name__
-    test_eq(on_ranks(f, join=False, timeout=20), ['RankError','ZeroDivisionError'])
+    test_eq(on_ranks(f, join=False, timeout=100), ['RankError','ZeroDivisionError'])
 
 def test_a_fit_in_another_thread():
     "Only the main thread may install handlers"
