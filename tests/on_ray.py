@@ -67,7 +67,7 @@ def head(d):
     asked,pressed = [],[]
     def freed():
         "CPUs that are free again within ten seconds"
-        end = time.time()+10
+        end = time.time()+60
         while (n := ray.available_resources().get('CPU', 0))<4 and time.time()<end: time.sleep(.1)
         return n
     def press(): pressed.append(time.time()) or os.kill(os.getpid(), signal.SIGINT)

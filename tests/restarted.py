@@ -28,7 +28,7 @@ class Faulty(Callback):
 
     def _signal_job(self):
         subprocess.run(['scancel','--batch','--signal','USR1',os.environ['SLURM_JOB_ID']], check=True)
-        end = time.monotonic()+20
+        end = time.monotonic()+60
         while not self.learn.checkpoint.now.signals.asked and time.monotonic()<end: time.sleep(.01)
 
 def main(out, *how):

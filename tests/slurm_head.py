@@ -61,7 +61,7 @@ class ByJob(Faulty):
     def _signal_job(self):
         n = len(list(self.out.glob('*-slurm-*')))-1
         subprocess.run([*self.orders[n],os.environ['SLURM_JOB_ID']]) # which the signal may kill too
-        end = time.monotonic()+20
+        end = time.monotonic()+60
         while not self.learn.checkpoint.now.signals.asked and time.monotonic()<end: time.sleep(.01)
 
 def resumes(out): write(out, train(f'{out}/states', 5, [ByJob(out)]))

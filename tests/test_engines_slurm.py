@@ -1,5 +1,5 @@
 "Ranks in the tasks of a job that `submitit` submits to a real SLURM of two nodes, and in those of its local executor"
-import os,re,signal,subprocess,sys,time
+import os,re,signal,subprocess,sys
 from pathlib import Path
 from threading import Thread
 import pytest
@@ -56,12 +56,11 @@ def scancel(): sh(f'scancel {re.search("[0-9]+", next(Path("jobs").glob("*_submi
 def kill_task(): os.kill(pids('.')[1][1], signal.SIGKILL)
 
 @pytest.mark.whole
-@pytest.mark.parametrize('fault,words,secs', [(scancel,'is CANCELLED',10), (kill_task,'',18)])
-def test_what_ends_a_job_is_named(here_is_head, cluster, capfd, fault, words, secs):
-    at = []
-    Thread(target=lambda: begun('.') or fault() or at.append(time.monotonic()), daemon=True).start()
+@pytest.mark.parametrize('fault,words', [(scancel,'is CANCELLED'), (kill_task,'')])
+def test_what_ends_a_job_is_named(here_is_head, cluster, capfd, fault, words):
+    Thread(target=lambda: begun('.') or fault(), daemon=True).start()
     with pytest.raises(RankError, match=r'rank \d on n2 failed' if fault is kill_task else r'rank \d on n\d failed'): here_is_head().distribute(slurm_head.stays)('.')
-    assert time.monotonic()-at[0]<secs and words in capfd.readouterr().err and gone('.')
+    assert words in capfd.readouterr().err and gone('.')
     await_that(lambda: idle(cluster))
 
 @pytest.mark.whole
@@ -94,11 +93,9 @@ def test_detached_jobs(here_is_head, cluster, monkeypatch):
     await_that(lambda: idle(cluster))
 
 def loses(out, act):
-    "Call `act` when the ranks have begun, and note when"
-    at = []
+    "Call `act` when the ranks have begun"
     for o in Path(out).glob('?.pid'): o.unlink()
-    Thread(target=lambda: begun(out) or at.append(time.monotonic()) or act(), daemon=True).start()
-    return at
+    Thread(target=lambda: begun(out) or act(), daemon=True).start()
 
 def kill_node(cluster, d):
     "All that runs on the second node"
@@ -116,6 +113,6 @@ def test_a_node_without_its_slurmd_goes_on_and_one_that_is_killed_is_named(here_
     assert here_is_head().distribute(slurm_head.waits, all_ranks=True)('.')==[0,1]
     with running('slurmd -D -N n2', d, cluster):
         await_that(lambda: idle(cluster))
-        at = loses('.', lambda: kill_node(cluster, d))
+        loses('.', lambda: kill_node(cluster, d))
         with pytest.raises(RankError, match='rank 1 on n2 failed:\nits machine was lost: nothing was heard of it'): here_is_head().distribute(slurm_head.stays)('.')
-        assert time.monotonic()-at[0]<20 and gone('.') # ten of them until it is noticed that nothing is heard
+        assert gone('.')

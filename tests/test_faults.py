@@ -19,7 +19,7 @@ def all_cells(whole, tmp_path_factory):
 
 def run_cells(folder, *args):
     subprocess.run([sys.executable, faults.__file__, '--folder', folder, *args], check=True, timeout=500)
-    end = time.monotonic()+15
+    end = time.monotonic()+60
     while processes(folder) and time.monotonic()<end: time.sleep(0.2)
     return found(folder),processes(folder)
 

@@ -74,14 +74,11 @@ def ends(hosts, what, match):
     def long():
         if os.environ['RANK']=='3': began.write_text(str(os.getpid()))
         time.sleep(100)
-    t = []
     def act():
         await_that(lambda: began.exists() and began.read_text())
-        t.append(time.monotonic())
         what(int(began.read_text()))
     Thread(target=act).start()
     with pytest.raises(RankError, match=match): on(hosts, long)()
-    assert time.monotonic()-t[0]<20 # ten of them until it is noticed that nothing is heard
     await_that(lambda: not agents())
 
 @pytest.mark.whole
@@ -128,24 +125,22 @@ def test_a_host_that_lacks_fastdist(hosts):
     python = shutil.which('python3', path='/usr/bin:/usr/local/bin')
     with pytest.raises(EngineError, match='(?s)fda cannot run ranks: .*(No module named|not found)'): Accelerator(nprocs=2, hosts=hosts.names, python=python).distribute(place)()
 
-def refused(hosts, dest, match, seconds):
+def refused(hosts, dest, match):
     "Check that no rank starts where `dest` is the second host, that the error says why, and that nothing is left"
-    t = time.monotonic()
     with pytest.raises(EngineError, match=rf'(?s)^{re.escape(dest)} cannot run ranks: .*{match}.*HINT: `ssh {re.escape(dest)} '): Accelerator(nprocs=2, compute_setup='cpu', hosts=[hosts.names[0],dest]).distribute(place)()
-    assert time.monotonic()-t<seconds
     await_that(lambda: not agents())
 
-def test_a_wrong_second_host(hosts): refused(hosts, 'nowhere.invalid', 'Could not resolve', 20)
+def test_a_wrong_second_host(hosts): refused(hosts, 'nowhere.invalid', 'Could not resolve')
 
 @pytest.mark.whole
-def test_a_host_where_nobody_listens(hosts): refused(hosts, f'ssh://{hosts.net}.1:1', 'Connection refused', 20)
+def test_a_host_where_nobody_listens(hosts): refused(hosts, f'ssh://{hosts.net}.1:1', 'Connection refused')
 
 @pytest.mark.whole
-def test_an_address_that_nobody_has(hosts): refused(hosts, f'{hosts.net}.99', 'No route to host|timed out', 25)
+def test_an_address_that_nobody_has(hosts): refused(hosts, f'{hosts.net}.99', 'No route to host|timed out')
 
 @pytest.mark.whole
 def test_a_host_that_says_nothing(hosts):
-    with socket.create_server((f'{hosts.net}.1',0)) as s: refused(hosts, f'ssh://{hosts.net}.1:{s.getsockname()[1]}', 'timed out', 25)
+    with socket.create_server((f'{hosts.net}.1',0)) as s: refused(hosts, f'ssh://{hosts.net}.1:{s.getsockname()[1]}', 'timed out')
 
 script = """
 import os,sys,time

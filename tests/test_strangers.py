@@ -84,7 +84,7 @@ def test_strangers_change_nothing(size):
     for a,b in zip(quiet, amid):
         test_eq(b[0], a[0])
         test_eq(b[2:], (False,0))
-        assert b[1]<3*a[1]+0.2, (a[1],b[1])
+        assert b[1]<3*a[1]+1, (a[1],b[1])
 
 def greeting(nonce, secret, rank=1, kind=0, magic=_magic):
     head = _head.pack(magic, rank, kind, bytes(16))
@@ -95,7 +95,7 @@ def admitted(door, make):
     with socket.create_connection(('127.0.0.1', door.port)) as s:
         res = door.poll()
         s.sendall(make(s.recv(32)))
-        end = time.monotonic()+5
+        end = time.monotonic()+60
         while (door.pending or not door.known) and not res and time.monotonic()<end: res = door.poll()
         return [o[1:] for o in res]
 
@@ -141,9 +141,9 @@ class Says(Callback):
     def before_batch(self):
         if this_world().rank!=1 or (self.epoch,self.iter)!=(1,3): return
         control_connection().lines[0].sock.sendall(self.data)
-        time.sleep(30)
+        time.sleep(100)
 
-def error_of(rank, cb, secs=15):
+def error_of(rank, cb, secs=60):
     "The error that a fit with `cb` ends in"
     learn,start = digits(path='.', cbs=cb),time.monotonic()
     try:
@@ -152,7 +152,7 @@ def error_of(rank, cb, secs=15):
 
 @pytest.mark.parametrize('data', [b'['*60_000+b'\n', b'{"kind":"bye"}\n', b'x'*(2<<20)], ids=['deep','fields','endless'])
 def test_what_a_rank_says_wrong_names_it(data):
-    res = on_ranks(partial(error_of, cb=Says(data)), 3, join=False)
+    res = on_ranks(partial(error_of, cb=Says(data)), 3, join=False, timeout=120)
     for o in (res[0],res[2]): assert o[0]==1 and 'it sent' in o[1] and 'HINT' in o[1], o
     assert res[1] is not None
 
@@ -164,11 +164,11 @@ class ClosesAll(Callback):
     def before_batch(self):
         if this_world().rank==self.bad and (self.epoch,self.iter)==(1,3):
             os.close(control_connection().sel.fileno())
-            time.sleep(30)
+            time.sleep(100)
 
 @pytest.mark.parametrize('bad', [0,1])
 def test_a_thread_that_fails_is_an_error_on_all(bad, capfd):
-    res = on_ranks(partial(error_of, cb=ClosesAll(bad)), 3, join=False)
+    res = on_ranks(partial(error_of, cb=ClosesAll(bad)), 3, join=False, timeout=120)
     for o in res: assert o[0]==bad and 'its control thread failed' in o[1] and 'Bad file descriptor' in o[1] and o[2], o
     assert f'fastdist: rank {bad}: its control thread failed' in capfd.readouterr().err
 
