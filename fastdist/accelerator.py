@@ -14,7 +14,8 @@ So one call, `distribute`, makes of a function one that runs on all ranks, where
 __all__ = ['Accelerator', 'engine_of', 'CastBatch', 'unwrapped']
 
 # %% ../nbs/902_accelerator.ipynb #fd9173e3
-import inspect,cloudpickle,os,time,torch
+import inspect,os,pickle,sys,time,torch
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -222,8 +223,30 @@ def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, 
 
 def _in_rank(acc, fun, args, kwargs, held, first_is_instance, rank):
     forms = [form(model_and_opt(o)[0]) for o in held] if rank==0 else []
+    was = None if rank else _Before(fun, args, kwargs, held)
     res = acc.worker(rank, held[0] if first_is_instance else None, fun, args, kwargs)
-    return (_sendable(res),[state_away(o, was) for o,was in zip(held, forms)]) if held else res
+    if was: was.tell()
+    return (_sendable(res),[state_away(o, f) for o,f in zip(held, forms)]) if held else res
+
+# %% ../nbs/902_accelerator.ipynb #a626069c
+def _parts(o):
+    "What `o` holds, by identity"
+    return [id(x) for x in ([*o, *o.values()] if isinstance(o, dict) else o if type(o) in (list,set,deque) else [])]
+
+class _Before:
+    "What a function could change and its head would not have: variables, and parts of Learners that do not come home"
+    def __init__(self, fun, args, kwargs, held):
+        self.name,self.call,self.held = getattr(fun, '__name__', 'fun'),partial(fun, *args, **(kwargs or {})),held
+        self.was = self._now()
+
+    def _now(self):
+        of = {f'{k} of a Learner':getattr(o, k, None) for o in self.held if isinstance(o, Learner) for k in ('dls','loss_func')}
+        return {k:(v,_parts(v)) for k,v in (variables(self.call) | of).items() if not _trains(v)}
+
+    def tell(self):
+        now = self._now()
+        changed = [k for k,(v,parts) in self.was.items() if k in now and (now[k][0] is not v or now[k][1]!=parts)]
+        if changed: print(f'fastdist: {self.name} changed {", ".join(changed)} on ranks only, and the process that started them has what was before. HINT: return it', file=sys.stderr)
 
 # %% ../nbs/902_accelerator.ipynb #4d8b1965
 class _Unsent:
@@ -287,10 +310,10 @@ def _in_place(self:Accelerator, instance, fun, args, kwargs, all_ranks):
 def _shared(self:Accelerator, res, all_ranks):
     "Return rank 0's `res`, or the list of all, on all ranks"
     mine = self.rank==0 or all_ranks
-    try: o = cloudpickle.dumps(res) if mine else None
+    try: o = dumps(res) if mine else None
     except Exception as e: o = e
     found = gather_objs(o) if all_ranks else [self.broadcast(o)]
     for o in found:
         if isinstance(o, Exception): raise o
-    if not all_ranks: return res if mine else cloudpickle.loads(found[0])
-    return None if all(cloudpickle.loads(o) is None for o in found) else list(map(cloudpickle.loads, found))
+    if not all_ranks: return res if mine else pickle.loads(found[0])
+    return None if all(pickle.loads(o) is None for o in found) else list(map(pickle.loads, found))

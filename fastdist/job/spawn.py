@@ -16,7 +16,7 @@ __all__ = ['cpu_random', 'set_cpu_random', 'end_with_head', 'rank_env', 'Output'
            'check_folder', 'start_ranks']
 
 # %% ../../nbs/011_job.spawn.ipynb #04fb8e94
-import atexit,codecs,json,os,re,selectors,signal,sys,time,torch,numpy as np,random
+import atexit,builtins,codecs,json,os,re,selectors,signal,sys,time,torch,numpy as np,random
 from importlib import import_module
 from base64 import b64encode
 from contextlib import contextmanager,suppress
@@ -105,7 +105,7 @@ def _show_in_head(path):
     publish = _publish_to(path)
     if get_ipython(): get_ipython().display_pub.publish = publish
     else:
-        display.display = display_functions.display = _displays(publish)
+        display.display = display_functions.display = builtins.display = _displays(publish)
         _use_notebook_bars()
 
 # %% ../../nbs/011_job.spawn.ipynb #5ec24dad

@@ -12,7 +12,7 @@ So the object is a description of the job until something is asked of it that on
 __all__ = ['JobDescription', 'RankAccelerator']
 
 # %% ../../nbs/700_train.process.ipynb #b815bb21
-import cloudpickle,dis,os,torch
+import dis,os,pickle,torch
 from copy import copy
 from dataclasses import fields,replace
 from accelerate import Accelerator as HFAccelerator
@@ -26,6 +26,7 @@ from ..job.world import *
 from ..job.group import *
 from ..job.options import *
 from ..job.accelerate import *
+from ..job.pickling import *
 from ..comm.collectives import *
 from ..data.loader import *
 
@@ -306,4 +307,4 @@ def broadcast(self:RankAccelerator,
     "Return the object `obj` of rank `src` on all ranks"
     if self.world.size==1: return obj
     self.setup_process()
-    return cloudpickle.loads(broadcast_obj(cloudpickle.dumps(obj) if self.rank==src else None, src))
+    return pickle.loads(broadcast_obj(dumps(obj) if self.rank==src else None, src))
