@@ -240,12 +240,12 @@ class _Before:
         self.was = self._now()
 
     def _now(self):
-        of = {f'{k} of a Learner':getattr(o, k, None) for o in self.held if isinstance(o, Learner) for k in ('dls','loss_func')}
+        of = {('',f'{k} of a Learner'):getattr(o, k, None) for o in self.held if isinstance(o, Learner) for k in ('dls','loss_func')}
         return {k:(v,_parts(v)) for k,v in (variables(self.call) | of).items() if not _trains(v)}
 
     def tell(self):
         now = self._now()
-        changed = [k for k,(v,parts) in self.was.items() if k in now and (now[k][0] is not v or now[k][1]!=parts)]
+        changed = {k[1]:0 for k,(v,parts) in self.was.items() if k in now and (now[k][0] is not v or now[k][1]!=parts)}
         if changed: print(f'fastdist: {self.name} changed {", ".join(changed)} on ranks only, and the process that started them has what was before. HINT: return it', file=sys.stderr)
 
 # %% ../nbs/902_accelerator.ipynb #4d8b1965

@@ -520,3 +520,38 @@ def test_a_plain_loop_under_accelerate_launch(warm, tmp_path, mode):
 def test_four_ranks_from_a_plain_script():
     *epochs,last = run(sys.executable, examples/'distribute_mlp.py')[0].splitlines()
     assert [o.split(':')[0] for o in epochs]==[f'epoch {i}, 4 ranks' for i in range(5)] and float(last.split()[-1])>.9
+
+# What is left behind
+
+class Average(Callback):
+    "An averaged copy of the model, made on a rank, and a deep copy of the best"
+    def before_fit(self): self.mean = deepcopy(self.model).requires_grad_(False)
+    def after_step(self):
+        for a,b in zip(self.mean.parameters(), self.model.parameters()): a.lerp_(b, .5)
+    def after_epoch(self): self.learn.best_model = deepcopy(self.mean)
+
+def test_a_model_that_a_callback_has_made_comes_home():
+    learn,one = learner(4, cbs=Average()),learner(8, cbs=Average())
+    def train():
+        with learn.distrib_ctx(): fit(learn, 2)
+    set_seed(2)
+    cpu(nprocs=2).distribute(train, **forked)()
+    set_seed(2)
+    fit(one, 2)
+    pairs = (learn.average.mean,one.average.mean), (learn.best_model,one.best_model)
+    for a,b in pairs: test_close([*a.state_dict().values()], [*b.state_dict().values()], 1e-5)
+
+def test_what_a_function_changes_here_alone_is_named(capfd):
+    seen,best,n,same,learn = [],{},0,[1],learner(4)
+    def note(x): seen.append(x)
+    def train(into):
+        nonlocal n
+        n += len(same)
+        note(n)
+        best['a'] = 1
+        into.append(2)
+        learn.dls = learner(2).dls
+    cpu(nprocs=2).distribute(train, **forked)([])
+    said, = re.findall('fastdist: train changed (.*) on ranks only', capfd.readouterr().err)
+    test_eq({*said.split(', ')}, {'seen','best','n','into','dls of a Learner'})
+    test_eq((seen,best,n), ([],{},0))

@@ -115,14 +115,15 @@ def found(
 # %% ../../nbs/007_job.pickling.ipynb #60f0e23e
 def variables(
     call:partial # A function with its arguments
-)->dict: # Name -> value
-    "Return the arguments of `call`, and the variables that its function uses, with the functions and classes that this one needs"
+)->dict: # Pair of a function's name, empty for arguments, and a variable's -> value
+    "Return the arguments of `call`, and the variables of its function and of the functions and classes that this one needs"
     fs = []
     def is_data(o):
         if isinstance(o, FunctionType) and not _is_library(o): fs.append(o)
         return not isinstance(o, (partial,MethodType,FunctionType,_lru_cache_wrapper,type))
     found(call, is_data, True)
-    return {k:v for f in fs for k,v in _variables(f).items()} | dict(o for o in _given(call) if not o[0].startswith('[')) | call.keywords
+    given = [o for o in (*_given(call), *call.keywords.items()) if not o[0].startswith('[')]
+    return {(f.__qualname__,k):v for f in fs for k,v in _variables(f).items()} | {('',k):v for k,v in given}
 
 # %% ../../nbs/007_job.pickling.ipynb #288626d1
 def _with_path(o):

@@ -31,7 +31,28 @@ def state_away(
 )->dict: # A snapshot, with the model itself in `whole` where it has grown and can be pickled
     "Return the state of `o` that the head needs"
     res,model = sendable(snapshot(o)),model_and_opt(o)[0]
-    return res | dict(whole=model if was and was!=res['form'] and can_pickle(model) else None)
+    return res | dict(held=_away(o) if isinstance(o, Learner) else {}, whole=model if was and was!=res['form'] and can_pickle(model) else None)
+
+# %% ../../nbs/405_state.home.ipynb #405a0002
+def _away(learn):
+    mine = {id(p) for p in learn.model.parameters()}
+    def of(v): return v if isinstance(v, nn.Module) and not any(id(p) in mine for p in v.parameters()) and can_pickle(v) else v.state_dict()
+    return {k:o for k,v in held_with_state(learn).items() if can_pickle(o := of(v))}
+
+# %% ../../nbs/405_state.home.ipynb #405a0006
+def _own_memory(m, device):
+    for t in chain(m.parameters(), m.buffers()): t.data = t.data.clone().to(device)
+    return m
+
+def _same_form(a, b): return a.keys()==b.keys() and all(getattr(a[k], 'shape', None)==getattr(v, 'shape', None) for k,v in b.items())
+
+def _take_on(learn, name, v):
+    "Write `v` from `_away` into what `learn` has by that `name`, or make it that"
+    mine,state = held_with_state(learn).get(name),v.state_dict() if isinstance(v, nn.Module) else v
+    if mine is not None and _same_form(mine.state_dict(), state): return mine.load_state_dict(state)
+    owner,_,a = name.rpartition('.')
+    device = first(p.device for p in learn.model.parameters())
+    if v is not state and owner in owners(learn): setattr(owners(learn)[owner], a, _own_memory(v, device))
 
 # %% ../../nbs/405_state.home.ipynb #dae166c4
 def grown(
@@ -76,8 +97,7 @@ def _grow(o, whole):
     "Give `o` a model of the form of `whole`, on the device of its model"
     model = model_and_opt(o)[0]
     device = first(p.device for p in model.parameters())
-    res = grown(model, whole)
-    for t in chain(res.parameters(), res.buffers()): t.data = t.data.clone().to(device)
+    res = _own_memory(grown(model, whole), device)
     if res is not model: o.model = res
 
 # %% ../../nbs/405_state.home.ipynb #4aae9ddd
@@ -89,3 +109,4 @@ def come_home(
     for o,state in pairs:
         if state['whole'] is not None and form(model_and_opt(o)[0])!=state['form']: _grow(o, state['whole'])
         restore(o, state)
+        for k,v in state['held'].items(): _take_on(o, k, v)

@@ -78,10 +78,6 @@ def values(
     return _packable(_all_values(o))
 
 
-def _owners(learn):
-    "Return name -> object, of the Learner and of the callbacks that are fastai's or the user's"
-    return {'Learner':learn} | {k:cb for k,cb in named_callbacks(learn).items() if type(cb).__module__.partition('.')[0]!='fastdist'}
-
 def _is_users(o): return type(o).__module__.partition('.')[0] not in ('fastai','fastcore','fastdist')
 
 # %% ../../nbs/409_state.progress.ipynb #816f187f
@@ -106,7 +102,7 @@ class Changed:
         was:list, # Pairs of the values of owners and of modules at earlier moments
         refs:dict # Owner -> attribute -> what it was, value or not
     ):
-        self.learn,self.owners,self.refs = learn,_owners(learn),refs
+        self.learn,self.owners,self.refs = learn,owners(learn),refs
         found = {k:_differing([vals[k] for vals,_ in was if k in vals] or [{}], _all_values(o)) for k,o in self.owners.items()}
         self.kept = {k:_packable(vs) for k,vs in found.items()} # owner -> attribute -> value
         self.lost = {k:[a for a in vs if a not in self.kept[k]] for k,vs in found.items()} # owner -> attributes that a file refuses
@@ -135,7 +131,7 @@ class Changes:
         first:tuple=None # `first` of the changes of an earlier fit, so that what that one has changed counts too
     ):
         self.learn,self.was = learn,[first] if first else []
-        self.refs = {k:dict(vars(o)) for k,o in _owners(learn).items()}
+        self.refs = {k:dict(vars(o)) for k,o in owners(learn).items()}
         self.begin()
 
     @property
@@ -143,7 +139,7 @@ class Changes:
 
     def begin(self):
         "Compare with the present values too"
-        self.was.append(({k:_noted(_all_values(o)) for k,o in _owners(self.learn).items()},copied(_module_values(self.learn))))
+        self.was.append(({k:_noted(_all_values(o)) for k,o in owners(self.learn).items()},copied(_module_values(self.learn))))
 
     def now(self)->Changed:
         "Return the attributes that have changed, with their present values"
@@ -164,10 +160,7 @@ def stateful(
     learn:Learner # With callbacks
 )->dict: # Name -> object
     "Return the callbacks that have `state_dict` and `load_state_dict`, and what those without and the Learner hold that has them, such as an averaged model"
-    cbs = named_callbacks(learn)
-    known = {id(o) for o in (learn.model, learn.opt, learn.loss_func, learn.opt_func, getattr(learn, 'scaler', None), *learn.model.modules())}
-    held = {f'{k}.{a}':v for k,o in _owners(learn).items() if not keeps_own_state(o) for a,v in vars(o).items() if id(v) not in known and keeps_own_state(v)}
-    return {k:cb for k,cb in cbs.items() if keeps_own_state(cb)} | held
+    return {k:cb for k,cb in named_callbacks(learn).items() if keeps_own_state(cb)} | held_with_state(learn)
 
 # %% ../../nbs/409_state.progress.ipynb #f114f6f8
 _parts = 'model','buffers','modes','grads','opt','attrs','others','groups','loss','scaler','frozen'
@@ -255,7 +248,7 @@ def set_orders(
 
 # %% ../../nbs/409_state.progress.ipynb #7278076d
 def _set_changed(learn, owner, vals):
-    o = _owners(learn).get(owner)
+    o = owners(learn).get(owner)
     if o is not None and not keeps_own_state(o): set_attributes(o, vals)
 
 def _read_own(name, state, path):
