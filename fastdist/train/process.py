@@ -16,7 +16,9 @@ import dis,os,pickle,torch
 from copy import copy
 from dataclasses import fields,replace
 from accelerate import Accelerator as HFAccelerator
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchLoader,DistributedSampler
+from weakref import finalize
 from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
@@ -253,6 +255,9 @@ def _share(self:RankAccelerator, o):
         raise ValueError('You prepare a loader that has a DistributedSampler, so it would be shared out twice. HINT: leave the sampler out')
     return o
 
+# %% ../../nbs/700_train.process.ipynb #700a0002
+def _hold_group(ddp): finalize(ddp.reducer, noop, ddp.process_group).atexit = False
+
 # %% ../../nbs/700_train.process.ipynb #5a9d9965
 @patch
 def prepare(self:RankAccelerator,
@@ -263,6 +268,7 @@ def prepare(self:RankAccelerator,
     shares,live = [self._share(o) for o in objs],self.live
     with accelerate_env(self.world, cpu_fp16=True): res = live.prepare(*shares, **kwargs)
     for was,new in zip(objs, [res] if len(objs)==1 else res):
+        if isinstance(new, DistributedDataParallel): _hold_group(new)
         if new is not was and isinstance(was, TorchLoader) and was.batch_size: new.batch_size = was.batch_size//(self.world.size if live.split_batches else 1)
     return res
 
