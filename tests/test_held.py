@@ -137,6 +137,22 @@ def test_skips(n, shard):
     assert len(first)==1 and first[0].startswith('the batches that Skips cancels in after_loss (test_held.py:') and 'Each rank decides by its own samples' in first[0] and not any(others), (first,others)
     assert on_ranks(lambda rank: told(SkipsTogether, shard=shard), n)==[[]]*n
 
+class EndsFit(Callback):
+    "Ends the fit by the loss of the samples of one rank"
+    def after_loss(self):
+        if self.training and self.iter==2 and this_world().rank==1: raise CancelFitException
+class EndsEpoch(Callback):
+    "Ends each epoch by it"
+    def after_loss(self):
+        if self.training and self.iter==2 and this_world().rank==1: raise CancelEpochException
+
+@ways
+@pytest.mark.parametrize('ends', [EndsFit,EndsEpoch])
+def test_ends(n, shard, ends):
+    "So is one that ends an epoch or the fit by it"
+    first,*others = on_ranks(lambda rank: told(ends, shard=shard), n)
+    assert len(first)==1 and first[0].startswith(f'the batches that {ends.__name__} cancels in after_loss (test_held.py:') and not any(others), (first,others)
+
 @ways
 def test_silent(n, shard):
     "What is the same on all ranks, or a rank's own, is not named"
