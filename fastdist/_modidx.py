@@ -4389,8 +4389,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer.DistributedTrainer.__init__': ( 'train.trainer.html#distributedtrainer.__init__',
                                                                                                 'fastdist/train/trainer.py'),
-                                        'fastdist.train.trainer.DistributedTrainer._compare': ( 'train.trainer.html#distributedtrainer._compare',
-                                                                                                'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer.DistributedTrainer._forward': ( 'train.trainer.html#distributedtrainer._forward',
                                                                                                 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer.DistributedTrainer._goes_through': ( 'train.trainer.html#distributedtrainer._goes_through',

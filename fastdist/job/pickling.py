@@ -209,7 +209,10 @@ def dumps(
 # %% ../../nbs/007_job.pickling.ipynb #9080bfa9
 def torch_settings()->dict: # Name, as in torch's functions `get_` and `set_` -> value
     "Return what the script has set of torch that changes results: default type, precision of products, deterministic algorithms"
-    return {k:getattr(torch, f'get_{k}')() for k in ('default_dtype','float32_matmul_precision','deterministic_debug_mode')}
+    res = {}
+    for k in ('default_dtype','float32_matmul_precision','deterministic_debug_mode'):
+        with suppress(RuntimeError): res[k] = getattr(torch, f'get_{k}')()
+    return res
 
 # %% ../../nbs/007_job.pickling.ipynb #6000d2a3
 class Script:
@@ -246,4 +249,6 @@ class Script:
         if self.path: main.__file__ = self.path
         linecache.cache.update({k:(sum(map(len, v)), None, v, k) for k,v in self.lines.items()})
         set_start_method(self.start, force=True)
-        for k,v in self.torch.items(): getattr(torch, f'set_{k}')(v)
+        here = torch_settings()
+        for k,v in self.torch.items():
+            if here.get(k)!=v: getattr(torch, f'set_{k}')(v) # to set even the default marks it as set

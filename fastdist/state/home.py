@@ -36,8 +36,11 @@ def state_away(
 # %% ../../nbs/405_state.home.ipynb #405a0002
 def _away(learn):
     mine = {id(p) for p in learn.model.parameters()}
-    def of(v): return v if isinstance(v, nn.Module) and not any(id(p) in mine for p in v.parameters()) and can_pickle(v) else v.state_dict()
-    return {k:o for k,v in held_with_state(learn).items() if can_pickle(o := of(v))}
+    def forms(v):
+        if isinstance(v, nn.Module) and not any(id(p) in mine for p in v.parameters()): yield v
+        yield v.state_dict()
+    res = {k:first(forms(v), can_pickle) for k,v in held_with_state(learn).items()}
+    return {k:o for k,o in res.items() if o is not None}
 
 # %% ../../nbs/405_state.home.ipynb #405a0006
 def _own_memory(m, device):

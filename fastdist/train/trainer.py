@@ -342,18 +342,14 @@ def _has_grad(p):
 @patch
 def _in_phase(self:DistributedTrainer, run, f, event_type, *args):
     with self.phases.room():
+        cancelled = None
         try: run(f, event_type, *args)
-        except (CancelEpochException,CancelFitException): # all ranks leave alike, and one of them may have decided by its own samples
-            self._compare(event_type)
-            raise
-        self._compare(event_type)
-
-@patch
-def _compare(self:DistributedTrainer, event_type):
-    self.layout.rest()
-    if event_type!='train' or not self.compares: return
-    when = f'at the end of training in epoch {self.learn.epoch}'
-    self.held.tell(self.layout.compare(self.learn, when, self.held.table()), when)
+        except (CancelEpochException,CancelFitException) as e: cancelled = e # all ranks leave alike, and one of them may have decided by its own samples
+        self.layout.rest()
+        if event_type=='train' and self.compares:
+            when = f'at the end of training in epoch {self.learn.epoch}'
+            self.held.tell(self.layout.compare(self.learn, when, self.held.table()), when)
+        if cancelled: raise cancelled
 
 # %% ../../nbs/709_train.trainer.ipynb #260e6383
 @patch
