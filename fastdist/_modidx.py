@@ -4443,6 +4443,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.train.trainer._has_grad': ('train.trainer.html#_has_grad', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._is_own': ('train.trainer.html#_is_own', 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._layout': ('train.trainer.html#_layout', 'fastdist/train/trainer.py'),
+                                        'fastdist.train.trainer._own_helpers': ( 'train.trainer.html#_own_helpers',
+                                                                                 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._own_random': ( 'train.trainer.html#_own_random',
                                                                                 'fastdist/train/trainer.py'),
                                         'fastdist.train.trainer._plan': ('train.trainer.html#_plan', 'fastdist/train/trainer.py'),

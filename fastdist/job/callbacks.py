@@ -32,7 +32,7 @@ class JobCallback(Callback):
         if event_name in of_batch: return getattr(self, event_name, noop)()
         super().__call__(event_name)
 
-    def before_state(self): "Called by a `Checkpoint` before it takes a state"
+    def before_state(self): "Called before the state is looked at: taken by a `Checkpoint`, or compared where a callback ended the training of an epoch"
     def after_put_back(self): "Called by a `Checkpoint` when it has put a state back"
 
 # %% ../../nbs/012_job.callbacks.ipynb #495ac4e1

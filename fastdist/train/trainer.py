@@ -289,12 +289,14 @@ def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop)
         self.layout.renew(self.learn)
         check_alike(learner_facts(self.learn, event_type, deciders(self.learn.cbs)))
         self._events.vote = self.agreement.vote
-        _hand_over(self.learn, self.phases, self.layout, [o for o in self.job.helpers if isinstance(o, JobCallback)])
+        _hand_over(self.learn, self.phases, self.layout, _own_helpers(self.job))
         try: return run(f, event_type, ex, final)
         finally: self.job.line.faults.armed = False # before anything that puts back begins; a call would come too late
 
 # %% ../../nbs/709_train.trainer.ipynb #5eed0712
 def _own_random(job, seeding): return own_random(job.world.rank) if seeding is None else nullcontext()
+
+def _own_helpers(job): return [o for o in job.helpers if isinstance(o, JobCallback)]
 
 # %% ../../nbs/709_train.trainer.ipynb #b0f1e202
 @patch
@@ -345,6 +347,8 @@ def _in_phase(self:DistributedTrainer, run, f, event_type, *args):
         cancelled = None
         try: run(f, event_type, *args)
         except (CancelEpochException,CancelFitException) as e: cancelled = e # all ranks leave alike, and one of them may have decided by its own samples
+        if cancelled and event_type=='train':
+            for cb in _own_helpers(self.job): cb.before_state() # `after_train` was skipped
         self.layout.rest()
         if event_type=='train' and self.compares:
             when = f'at the end of training in epoch {self.learn.epoch}'
