@@ -104,8 +104,9 @@ def _args(f, learn, layout, *args, **kwargs):
 _began = time.time()
 
 def _await_written(file):
-    "Wait for what rank 0 writes to `file` outside of a context, if this rank has come there too; raise `RankError` if rank 0 ended before"
+    "Wait for what rank 0 writes to `file`: in a context until rank 0 is here, outside of one if this rank has come to the writing too; raise `RankError` if rank 0 ended before"
     if not isinstance(file, (str,Path)): return
+    await_rank0(f'reading {Path(file).name}')
     try: await_noted(os.path.abspath(file))
     except DistError: # rank 0, which served the store, has ended
         if os.path.exists(file) and os.path.getmtime(file)>=_began: return
@@ -117,7 +118,7 @@ def _reads(f):
     def _inner(self, *args, **kwargs):
         _check_whole(self)
         layout = _layout(self) or Layout()
-        if not self._grab_cbs(DistributedTrainer): distrib_barrier()
+        if control_connection() is None: distrib_barrier()
         if self.opt is None and f.__name__=='load': self.create_opt()
         kwargs,file = _args(f, self, layout, *args, **kwargs)
         _await_written(file)
@@ -131,7 +132,7 @@ def _load_in_order(model, wgts):
     return model.load_state_dict(state | dict(zip(state, wgts.values())))
 
 def _barrier_outside_jobs():
-    "Wait for the file that `load_learner` is about to read, and for all ranks, unless a job is open"
+    "Wait for the file that `load_learner` is about to read; for all ranks too, unless a job is open"
     _await_written(sys._getframe(1).f_locals.get('fname'))
     if control_connection() is None: distrib_barrier()
 

@@ -1,5 +1,5 @@
 "Files that survive, and that plain fastai reads, from Learners on real ranks"
-import inspect,io,os,random,resource,signal,sys,time,warnings,pytest
+import inspect,io,itertools,os,random,resource,signal,sys,time,warnings,pytest
 from functools import cache
 from multiprocessing import get_context
 from torch import distributed as dist
@@ -294,6 +294,27 @@ def test_what_rank_0_could_not_write_is_read_by_nobody(how, why):
     _,(kind,msg) = on_ranks(lambda rank: read_in_vain(rank, how), join=False)
     test_eq(kind, 'RankError')
     assert why in msg, msg
+
+def guarded(rank):
+    "The first weights in files that rank 0 alone has written in a context, twice each, and all read"
+    learn,tab,res = language_model(),tabular(),[]
+    learn.path = tab.path = Path('.')
+    with ctx(learn):
+        for i,o in itertools.product(range(2), range(3)):
+            with torch.no_grad(): [p.fill_(i+1) for o in (learn,tab) for p in o.model.parameters()]
+            if rank==0: slowest_on_0(rank, *((tab.export,'e.pkl'), (learn.save,'m'), (learn.save_encoder,'enc'))[o])
+            get = (lambda: load_learner('e.pkl'), lambda: shaken(learn).load('m'), lambda: shaken(learn).load_encoder('enc'))[o]
+            res.append(L(get().model.parameters())[0].unique().tolist())
+    return res
+
+@pytest.mark.replicas # one rank alone cannot write what is in shards
+@pytest.mark.parametrize('size', [2,3,4])
+def test_behind_a_guard(size):
+    "A file that rank 0 alone writes in a context is what all ranks read, and not the one that was there before"
+    learn,tab = language_model(),tabular()
+    learn.path = tab.path = Path('.')
+    for f,name in ((tab.export,'e.pkl'), (learn.save,'m'), (learn.save_encoder,'enc')): f(name)
+    test_eq(on_ranks(guarded, size, join=False), [[[1.]]*3+[[2.]]*3]*size)
 
 @pytest.mark.replicas # one rank alone cannot do it in shards
 def test_rank_0_alone_inside():
