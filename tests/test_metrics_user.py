@@ -281,3 +281,31 @@ def with_sum(learn):
 
 @sizes
 def test_a_sum_is_found_with_one_sample_a_rank(size): check(partial(task, *tasks['classes'][:3], lambda n: []), size, dict(summed=with_sum), [(7,1)], **exact)
+
+class Lends(Callback):
+    "Has another loss for a while"
+    def __init__(self, loss, begin='before_validate', end='after_validate', order=0): self.loss,self.begin,self.end,self.order = loss,begin,end,order
+    def __call__(self, event_name):
+        if self.training==(self.end=='after_loss train'): return
+        if event_name==self.begin: self.old,self.learn.loss_func = self.learn.loss_func,self.loss
+        if event_name==self.end.split()[0]: self.learn.loss_func = self.old
+
+class Sets(Callback):
+    "The same loss is a sum for a while"
+    order = 0
+    def before_validate(self): self.learn.loss_func.reduction = 'sum'
+    def after_validate(self): self.learn.loss_func.reduction = 'mean'
+
+total,ignoring,per_batch = CrossEntropyLossFlat(reduction='sum'),CrossEntropyLossFlat(ignore_index=0),('before_batch','after_loss')
+lent = dict(first=lambda: Lends(total), last=lambda: Lends(total, order=60), asked=lambda: Lends(summed), counted=lambda: Lends(ignoring), attribute=lambda: Sets(),
+    batches=lambda: Lends(total, *per_batch), later=lambda: Lends(total, 'before_batch', 'after_batch', 9), training=lambda: Lends(total, 'before_batch', 'after_loss train'))
+
+def with_lent(cb, learn):
+    learn.fit(2, .01, cbs=(cb := cb()))
+    return [o.detach().clone() for o in learn.model.parameters()],list(learn.recorder.values),list(learn.validate(cbs=cb))
+
+@pytest.mark.parametrize('size', (2,3,4))
+@cases(**{k:partial(with_lent, v) for k,v in lent.items()})
+def test_another_loss_for_a_while(cases, size):
+    "A callback lends the Learner another loss, for evaluations or for batches, also where a rank has no samples"
+    check(partial(task, *tasks['classes'][:3], lambda n: []), size, cases, [(37,12//size),(1,12//size)], rtol=1e-5, atol=1e-5)

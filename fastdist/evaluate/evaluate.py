@@ -208,25 +208,27 @@ class Evaluate(JobCallback):
 
     def before_train(self):
         "Begin to note what steps leave in the loss function, if a metric reads that"
+        self.reduction.forget()
         names = [m.attr for m in self.learn.metrics if isinstance(m, LossMetric)]
         self.left = LeftInLoss(*names) if names and self.phases.size>1 else None
     def before_validate(self):
         "Number the files of callbacks that save predictions"
+        self.reduction.forget()
         if self.phases.size>1 and self.phases.current.dl is not None:
             for cb in gathering(self.learn): number_files(cb, self.phases)
     def after_loss(self):
         "Set to 0 the loss of an evaluated batch all of whose targets on this rank are ignored: it is no number, and counts for nothing"
         if self.learn.training or not self.reduction.kind[1] or not len(self.learn.yb) or self.learn.loss.ndim: return
-        n = normaliser(self.learn.loss_func, self.learn.yb[0])
+        n = normaliser(self.reduction.loss_func, self.learn.yb[0])
         if n is not None: self.learn.loss = torch.where(torch.as_tensor(n, device=self.learn.loss.device)>0, self.learn.loss, 0.)
     def after_batch(self):
         "Record size and loss of the batch"
         ph = self.phases.running
-        if self.left and self.learn.training: self.left.note(self.learn.loss_func, self.weights.part)
+        if self.left and self.learn.training: self.left.note(self.reduction.loss_func, self.weights.part)
         if ph and ph.dl is not None and (not self.learn.training or ph.train_metrics): self._note(ph)
     def after_train(self):
         "Merge the metrics of the training phase, and what it has left in the loss function"
-        if self.left and not any(self.reduction.kind): self.left.settle(self.learn.loss_func)
+        if self.left and not any(self.reduction.kind): self.left.settle(self.reduction.loss_func)
         self._report(self.phases.current)
     def after_validate(self):
         "Merge metrics, losses and predictions of the evaluation"
@@ -255,7 +257,7 @@ def _loss_numbers(self:Evaluate, n):
     if not (summed or counts) or not len(self.learn.yb): return
     with plain():
         l = self.learn.loss
-        v = None if l.ndim else 1. if summed else normaliser(self.learn.loss_func, self.learn.yb[0])
+        v = None if l.ndim else 1. if summed else normaliser(self.reduction.loss_func, self.learn.yb[0])
         if v is None: return
         if l.is_cpu: return [l.item()*v if v else 0., v, n]
         v = torch.as_tensor(v, device=l.device)
@@ -328,8 +330,8 @@ def _report(self:Evaluate, ph):
 @patch
 def _merge_metrics(self:Evaluate, mets, ph):
     for m in mets: vars(m).pop('accumulate', None)
-    losses = None if self.learn.training or not any(self.reduction.kind) else _stacked(ph.losses)
-    for m,why in merge_metrics(mets, ph.sizes, ph.zeros, self.rules, losses, self.reduction.kind[0]): self._whole_next(m, why)
+    losses = (_stacked(ph.losses),self.reduction.kind[0]) if ph.losses and not self.learn.training else None
+    for m,why in merge_metrics(mets, ph.sizes, ph.zeros, self.rules, losses): self._whole_next(m, why)
 
 @patch
 def _whole_next(self:Evaluate, m, why):
@@ -340,8 +342,7 @@ def _whole_next(self:Evaluate, m, why):
         'From the next epoch on it gets whole batches, which takes an exchange for each')
 
 def _stacked(rows):
-    if rows and isinstance(rows[0], torch.Tensor): return torch.stack(rows).double().cpu()
-    return torch.tensor(rows, dtype=torch.float64).view(-1, 3)
+    return torch.stack(rows).double().cpu() if isinstance(rows[0], torch.Tensor) else torch.tensor(rows, dtype=torch.float64)
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #f56cb34c
 @patch

@@ -194,7 +194,7 @@ class Reduction:
         world:World # This process's world
     ):
         store_attr()
-        self.asked,self._last = {},(None,)
+        self.asked,self._key,self._kind,self._now = {},None,None,False # id of a loss -> what is known of it; the loss that was noted last, with its `reduction`; its kind; whether it is that of the batch
 
     def of(self,
         f # A loss
@@ -206,17 +206,33 @@ class Reduction:
     @property
     def is_told(self):
         "Return whether there is nothing left to ask of the Learner's loss"
-        return getattr(self.asked.get(id(self.learn.loss_func)), 'told', False)
+        return getattr(self.asked.get(id(self.loss_func)), 'told', False)
+
+    def forget(self):
+        "Forget the loss that was noted last, before a batch or a phase begins"
+        self._now = False
+
+    def note(self):
+        "Note the Learner's loss function, which has just computed the loss of a batch: callbacks may put back another one at any event after it"
+        f = self.learn.loss_func
+        key,self._now = (f,getattr(f, 'reduction', None)),True
+        if self._key!=key: self._key,self._kind = key,self._kind_of(f)
+
+    @property
+    def loss_func(self):
+        "Return the loss function that was noted last, else the Learner's"
+        if not self._now: self.note()
+        return self._key[0]
 
     @property
     def kind(self):
         "Return whether the loss is a sum, and whether its mean has a normaliser"
-        f = self.learn.loss_func
-        key = f,getattr(f, 'reduction', None)
-        if self._last[0]!=key:
-            told = getattr(self.asked.get(id(f)), 'kind', None)
-            self._last = key,(told=='sum' or told!='mean' and is_summed(f),has_normaliser(f))
-        return self._last[1]
+        if not self._now: self.note()
+        return self._kind
+
+    def _kind_of(self, f):
+        told = getattr(self.asked.get(id(f)), 'kind', None)
+        return told=='sum' or told!='mean' and is_summed(f),has_normaliser(f)
 
 # %% ../../nbs/306_evaluate.loss.ipynb #b1381f75
 @patch
@@ -224,7 +240,7 @@ def ask(self:Reduction,
     here # The Learner with this rank's batch, `None` if it has none
 ):
     "Determine the reduction of the loss, unless it is known; all ranks call it at the same place"
-    o = self.of(self.learn.loss_func)
+    o = self.of(self.loss_func)
     if o.told: return
     o.calls += 1
     if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
@@ -234,7 +250,8 @@ def ask(self:Reduction,
 
 @patch
 def _settle(self:Reduction, o, kind):
-    o.told,o.kind,self._last = True,kind,(None,)
+    o.told,o.kind = True,kind
+    self._kind = self._kind_of(o.f)
     if self.world.rank: return
     if kind=='other': warn('Your loss is {}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: {}'.format(*_why_other(o.f)))
     if kind=='untold' and not stated(o.f): warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '

@@ -143,8 +143,7 @@ def merge_metrics(
     sizes:list, # Sizes of this rank's batches
     zeros:dict, # `id` of a metric -> its `zero_state`
     rules:dict=None, # `id` of a tried metric -> what `rules_for` returned
-    losses:torch.Tensor=None, # As for `batch_losses`
-    summed:bool=False # As for `batch_losses`
+    losses:tuple=None # This rank's part and `summed`, as for `batch_losses`; `None` without batches, or if the loss is a mean over samples
 )->list: # `(metric, reason)` of each that cannot be merged, which is unchanged
     "Merge the state of each of `mets` over ranks, in place: one exchange for them all, and a second one for the values of those with rows"
     rules = rules or {}
@@ -152,7 +151,7 @@ def merge_metrics(
     if not mets or not grouped(): return []
     states = [_State(m, zeros[id(m)] if id(m) in zeros else zero_state(m), rules.get(id(m))) for m in mets]
     sizes,losses = _exchange_states(states, sizes, losses)
-    if losses[0] is not None and any(map(len, losses)): states = _set_losses(states, losses, summed)
+    if any(losses): states = _set_losses(states, *zip(*filter(None, losses)))
     return _from_rank0([s for s in states if s.rows], sizes)+[(s.met,why) for s in states if not s.rows and (why := s.merge(sizes))]
 
 # %% ../../nbs/305_evaluate.metrics.ipynb #85fc9d48
@@ -165,7 +164,7 @@ def _sent(state):
 def _set_losses(states, losses, summed):
     "Set the totals of metrics of the loss; return the other `states`"
     of_loss = [s for s in states if type(s.met).accumulate is AvgLoss.accumulate]
-    for s in of_loss: s.met.total,s.met.count = batch_losses(losses, summed)
+    for s in of_loss: s.met.total,s.met.count = batch_losses(losses, summed[0])
     return [s for s in states if s not in of_loss]
 
 # %% ../../nbs/305_evaluate.metrics.ipynb #1cde405f

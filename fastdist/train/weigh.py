@@ -233,7 +233,7 @@ def _run(self:Weigh, run, t, g):
 def _ahead(self:Weigh, d):
     "Return the mean weight over ranks, where gradients must not be divided by it later: in the first batch of a fit, which may find those of a window that was left open"
     summed,counts = self.reduction.kind
-    if not self.first or summed or not counts or not often_ignores(self.learn.loss_func, self.learn.yb[0]): return 1.
+    if not self.first or summed or not counts or not often_ignores(self.reduction.loss_func, self.learn.yb[0]): return 1.
     den = all_reduce(self._row(d), kind='step')[0]/self.phases.size
     den = den+(den==0)
     return den.item() if den.is_cpu else den
@@ -255,7 +255,7 @@ def _in_window(self:Weigh, d):
     mine = find_bs(self.learn.yb)
     cb.count = win.seen-mine
     summed,counts = self.reduction.kind
-    if not summed and not (counts and (self.each or often_ignores(self.learn.loss_func, self.learn.yb[0]))): return win.total/mine
+    if not summed and not (counts and (self.each or often_ignores(self.reduction.loss_func, self.learn.yb[0]))): return win.total/mine
     den,n = all_reduce(self._row(d, self.weights.samples), kind='step')/self.phases.size
     return n*(win.total/mine)/(den+(den==0))
 
@@ -307,7 +307,7 @@ def _count(self:Weigh, den, n):
     if self.grown and not grown and not rank: warn('Batches got larger than they were planned, so with GradientAccumulation ranks may step later '
         'than one process does. HINT: gradient_accumulation_steps')
     win.callback.count = win.seen-find_bs(self.learn.yb)
-    if summed or not counts or self.each or often_ignores(self.learn.loss_func, self.learn.yb[0]) or abs(den-n)<1e-6: return
+    if summed or not counts or self.each or often_ignores(self.reduction.loss_func, self.learn.yb[0]) or abs(den-n)<1e-6: return
     self.each = True
     if not rank: warn('Targets are ignored, and GradientAccumulation has batches that one process divides each by its own number of targets; ranks did so for a whole window, '
         'and do as one process from now on, with an exchange for each batch. HINT: set ignore_index, so that they know')

@@ -42,6 +42,7 @@ class Weights:
     def begin(self):
         "Begin a batch: note its loader and its planned weight, which are asked for several times"
         at,source = vars(self.phases.learn),self.phases.source
+        self.reduction.forget()
         self.empty,self.known = False,(at.get('dl'), at.get('iter'), batch_weight(source, at.get('iter')), source)
 
     @property
@@ -70,7 +71,7 @@ def of_batch(self:Weights)->tuple: # Two numbers, or tensors on a GPU
     learn,n,(summed,counts),(part,source) = self.phases.learn,self.phases.world.size,self.reduction.kind,self._now()
     if self.empty: part = 0.
     if summed: return (float(n) if part else 0.),1.
-    v = self._counted(learn.loss_func, learn.yb[0]) if counts else None
+    v = self._counted(self.reduction.loss_func, learn.yb[0]) if counts else None
     if v is None or not part: return (self.samples,)*2
     w = v*(n/(batch_total(source, learn.iter)*self.per_sample))
     return w,w
@@ -179,7 +180,7 @@ def judge(self:Terms,
     if id(cb) in self.judged: return self.judged[id(cb)][1]
     kind,(summed,counts),learn,win = term_of(new, old),self.weights.reduction.kind,self.phases.learn,self.window.callback
     late = win and cb.order>win.order
-    unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(learn.loss_func, learn.yb[0]))
+    unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(self.weights.reduction.loss_func, learn.yb[0]))
     self.judged[id(cb)] = cb,kind!='remade'
     if self.phases.world.rank or type(cb) in self.named: return kind!='remade'
     if kind=='remade' or unlike or late or not summed and mixes_in(cb, 'after_loss', found, learn): self._name(cb)
