@@ -2093,6 +2093,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'fastdist.learner.Learner.to_distributed': ('learner.html#learner.to_distributed', 'fastdist/learner.py'),
                                   'fastdist.learner.Learner.to_parallel': ('learner.html#learner.to_parallel', 'fastdist/learner.py'),
                                   'fastdist.learner.Learner.unlean': ('learner.html#learner.unlean', 'fastdist/learner.py'),
+                                  'fastdist.learner._check_part': ('learner.html#_check_part', 'fastdist/learner.py'),
                                   'fastdist.learner._nothing': ('learner.html#_nothing', 'fastdist/learner.py'),
                                   'fastdist.learner._say_apart': ('learner.html#_say_apart', 'fastdist/learner.py'),
                                   'fastdist.learner._warn_apart': ('learner.html#_warn_apart', 'fastdist/learner.py'),

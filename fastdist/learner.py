@@ -140,10 +140,21 @@ def distrib_ctx(self:Learner,
     seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
     **kwargs
 ):
-    "Train on all ranks of the job inside the context, which yields the Learner"
+    "Train on all ranks of the job inside the context, which yields the Learner; one inside of another is part of it"
+    if any(o.entered for o in self._grab_cbs(DistributedTrainer)):
+        _check_part(sync_bn, patience, desync_check, shard, keep_sharded, audit, seed, **kwargs)
+        yield self
+        return
     try:
         with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, audit, seed, **kwargs)): yield self
     finally: self.detach_distributed()
+
+# %% ../nbs/900_learner.ipynb #d961bb68
+def _check_part(*args, **kwargs):
+    "Raise `ValueError` if options are set for a context that is part of another"
+    given = signature(Learner.distrib_ctx).bind(None, args[0], False, *args[1:], **kwargs).arguments
+    own = [f'{k}={v!r}' for k,v in given.items() if k!='self' and v!=signature(Learner.distrib_ctx).parameters[k].default]
+    if own: raise ValueError(f'You set {", ".join(own)} for a context of a Learner that is in one already, of which this one is a part. HINT: set it for the outer one')
 
 # %% ../nbs/900_learner.ipynb #6f275c58
 @patch

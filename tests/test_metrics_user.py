@@ -297,8 +297,8 @@ class Sets(Callback):
     def after_validate(self): self.learn.loss_func.reduction = 'mean'
 
 total,ignoring,per_batch = CrossEntropyLossFlat(reduction='sum'),CrossEntropyLossFlat(ignore_index=0),('before_batch','after_loss')
-lent = dict(first=lambda: Lends(total), last=lambda: Lends(total, order=60), asked=lambda: Lends(summed), counted=lambda: Lends(ignoring), attribute=lambda: Sets(),
-    batches=lambda: Lends(total, *per_batch), later=lambda: Lends(total, 'before_batch', 'after_batch', 9), training=lambda: Lends(total, 'before_batch', 'after_loss train'))
+lent = dict(first=lambda: Lends(total), last=lambda: Lends(total, order=60), asked=lambda: Lends(summed), counted=lambda: Lends(ignoring),
+    attribute=Sets, batches=lambda: Lends(total, *per_batch), later=lambda: Lends(total, 'before_batch', 'after_batch', 9), training=lambda: Lends(total, 'before_batch', 'after_loss train'))
 
 def with_lent(cb, learn):
     learn.fit(2, .01, cbs=(cb := cb()))
