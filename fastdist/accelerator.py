@@ -154,14 +154,26 @@ def worker(self:Accelerator,
         with self._training(instance): return unwrapped(fun(*args, **(kwargs or {})))
     finally: mine and self.finalize()
 
+# %% ../nbs/902_accelerator.ipynb #bf8395d3
 def unwrapped(
-    o # Anything; looked into where it is a tuple, a list or a dict
-): # Of the same structure
+    o, # Anything; looked into where it is a tuple, a list, an `L` or a dict
+    inside:tuple=() # `id`s of what `o` lies in
+): # Of the same structure; `o` itself where there is nothing prepared in it
     "Return `o` with models, optimizers and schedulers as they were before they were prepared"
-    if isinstance(o, dict): return {k:unwrapped(v) for k,v in o.items()}
-    if isinstance(o, (tuple,list)) and type(o) in (tuple,list): return type(o)(map(unwrapped, o))
+    if isinstance(o, (dict,list,tuple,L)):
+        old = [] if id(o) in inside else list(o.values() if isinstance(o, dict) else o)
+        new = [unwrapped(v, (*inside,id(o))) for v in old]
+        return o if all(a is b for a,b in zip(old, new)) else _with_items(o, new)
     if isinstance(o, nn.Module): return extract_model_from_parallel(o)
     return getattr(o, 'optimizer' if 'Optimizer' in type(o).__name__ else 'scheduler', o) if type(o).__module__.startswith('accelerate.') else o
+
+def _with_items(o, new):
+    "Return a copy of the container `o` with the items `new`"
+    if isinstance(o, tuple): return o._make(new) if hasattr(o, '_make') else type(o)(new)
+    res = copy(o)
+    if isinstance(o, dict): dict.update(res, zip(o, new))
+    else: res[:] = new
+    return res
 
 # %% ../nbs/902_accelerator.ipynb #b96f6121
 @patch

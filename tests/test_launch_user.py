@@ -115,6 +115,46 @@ def test_a_learner_of_a_script_and_one_of_a_module_that_ranks_import_anew():
     test_eq([o for o in out.splitlines() if o.startswith('mine')], ['mine True 1'])
     test_eq(len(re.findall('You distribute train, which uses learn of a module that each rank imports anew', err)), 1)
 
+patching = """
+    import mine,threading
+    from dataclasses import dataclass
+    from fastai.basics import *
+    from fastdist import *
+
+    def halved(p, y, **kw): return F.l1_loss(p, y)/2
+    F.mse_loss = halved
+    lock = threading.Lock()
+    @patch(as_prop=True)
+    def three(self:nn.Linear): return 3
+    @patch(cls_method=True)
+    def four(cls:nn.Linear): return 4
+    @patch
+    def locked(self:nn.Linear):
+        with lock: return 5
+
+    @dataclass(slots=True)
+    class Result: loss:float
+    class Refused(Exception):
+        def __init__(self, code, what):
+            super().__init__(f'{code} {what}')
+            self.code = code
+
+    def train():
+        l = nn.Linear(1, 1)
+        loss = torch.nn.functional.mse_loss(torch.zeros(1), torch.ones(1)).item()
+        return Result(loss),Refused(7, 'late'),l.two(),l.three,l.four(),hasattr(l, 'locked')
+    res,e,*rest = Accelerator(nprocs=2, compute_setup='cpu').distribute(train)()
+    print(type(res) is Result, res.loss, type(e) is Refused, e.code, e, *rest)
+"""
+
+@pytest.mark.launcher
+def test_what_a_script_puts_on_libraries():
+    "Methods by `patch`, functions in the place of torch's, those of an imported module; and what returns of classes that pickle refuses"
+    Path('mine.py').write_text('from fastai.basics import *\n@patch\ndef two(self:nn.Linear): return 2\n')
+    out,err = script(patching, PYTHONWARNINGS='default')
+    test_eq(out.splitlines()[-1], 'True 0.5 True 7 7 late 2 3 4 False')
+    test_eq(len(re.findall('You put torch.nn.modules.linear.Linear.locked on a library, which ranks do not have', err)), 1)
+
 head,contexts = "Accelerator(nprocs=2, compute_setup='cpu').distribute(learn.fit)(3)","with learn.distrib_ctx(): learn.fit(3)"
 
 def frames(err): return re.findall(r'File "([^"]*)", line \d+, in ([\w<>]+)', err)
