@@ -1904,6 +1904,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.job.pickling._given': ('job.pickling.html#_given', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling._has_own_init': ( 'job.pickling.html#_has_own_init',
                                                                                 'fastdist/job/pickling.py'),
+                                       'fastdist.job.pickling._import': ('job.pickling.html#_import', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling._in_script': ('job.pickling.html#_in_script', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling._is_library': ('job.pickling.html#_is_library', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling._is_parametrized': ( 'job.pickling.html#_is_parametrized',

@@ -267,13 +267,18 @@ def patches()->list: # Tuples of a module's name, the name of a class in it or a
     hits = [(mod,o,k,by) for mod,o in _owners() if at(mod) for k,v in list(vars(o).items()) if (by := _maker(v)) not in (None,mod) and not at(by)]
     return [(mod,o.__qualname__ if isinstance(o, type) else '',k,by) for mod,o,k,by in hits if not isinstance(o, type) or _by_name(o)]
 
-# %% ../../nbs/007_job.pickling.ipynb #6000d2a3
+# %% ../../nbs/007_job.pickling.ipynb #ef3969b2
 def _owner(mod, name): return reduce(getattr, filter(None, name.split('.')), import_module(mod))
+
+def _import(mod):
+    try: import_module(mod)
+    except ImportError as e: warn(f'You import {mod}, which puts something on a library, and a rank cannot: {e}. HINT: put it where ranks find it too')
 
 def _can_write(o):
     try: return write(o, os.devnull) is None
     except TypeError: return False
 
+# %% ../../nbs/007_job.pickling.ipynb #6000d2a3
 class Script:
     "Description of the head's script or notebook: path, arguments, start method, torch's settings, and the pickled functions and classes (`names`) with the source of their cells (`lines`)"
     def __init__(self):
@@ -283,7 +288,7 @@ class Script:
         self.torch,self.patches,self.imports = torch_settings(),{},[]
         for *at,by in patches():
             if by=='__main__': self.patches[tuple(at)] = vars(_owner(*at[:2]))[at[2]]
-            else: self.imports.append(by)
+            elif by not in self.imports: self.imports.append(by)
 
     def write(self,
         o, # Anything that cloudpickle can write
@@ -314,7 +319,7 @@ class Script:
         sys.argv[:] = self.args
         vars(main).update(self.names, __spec__=ModuleSpec(self.module, None) if self.module else None)
         if self.path: main.__file__ = self.path
-        for k in self.imports: import_module(k)
+        for k in self.imports: _import(k)
         for (*at,k),v in self.patches.items(): setattr(_owner(*at), k, v)
         linecache.cache.update({k:(sum(map(len, v)), None, v, k) for k,v in self.lines.items()})
         set_start_method(self.start, force=True)
