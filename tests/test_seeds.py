@@ -14,6 +14,7 @@ from fastai.vision.all import *
 from fastai.vision.gan import *
 from fastdist import *
 from fastdist.base.errors import *
+from compare import cases,sizes
 from procs import free_port
 from seeded import *
 
@@ -97,7 +98,9 @@ models |= dict(once=net(lambda: nn.Sequential(nn.Conv1d(9, 6, 3), nn.Dropout1d(.
 kinds = dict(lstm=partial(Recurrent, nn.LSTM), gru=partial(Recurrent, nn.GRU), attention=Attends)
 sequences = {f'{k}_{o}':net(partial(v, o), texts) for k,v in kinds.items() for o in (True,False)} | dict(encoder=net(encoder, texts))
 
-def test_dropout_of_every_kind(): same_on(models)
+@sizes
+@cases(**models)
+def test_dropout_of_every_kind(cases, size): same_on(cases, (size,))
 
 @pytest.mark.replicas # in shards it is a `SeedError`
 def test_a_model_that_cannot_be_copied_is_tried_in_place(): same_on(dict(loud=net(Loud)))
@@ -113,9 +116,10 @@ class OwnNoise(Callback):
     def __init__(self): self.g,self.rng = torch.Generator(),np.random.default_rng()
     def before_batch(self): self.learn.xb = (self.x+torch.rand(self.x.shape, generator=self.g)*self.rng.random(),)
 
-def test_noise_and_mixing_of_callbacks():
-    cbs = dict(mixup=partial(MixUp, .4), cutmix=CutMix, noise=Noise, own=OwnNoise)
-    same_on({k:net(flat(nn.Dropout), cbs=o) for k,o in cbs.items()}, batches=False)
+own_noise = dict(mixup=partial(MixUp, .4), cutmix=CutMix, noise=Noise, own=OwnNoise)
+@sizes
+@cases(**{k:net(flat(nn.Dropout), cbs=o) for k,o in own_noise.items()})
+def test_noise_and_mixing_of_callbacks(cases, size): same_on(cases, (size,), batches=False)
 
 class Labels:
     "Samples with noise, some with another class, by four generators"
@@ -158,8 +162,9 @@ def text(n, longest=60, cls=SortedDL, **kw):
     return text_classifier_learner(dls, AWD_LSTM, config=cfg, pretrained=False, drop_mult=.7, n_out=3, max_len=150, **how)
 
 def test_texts_of_many_chunks():
-    long = {k:partial(text, longest=300, **kw) for k,kw in dict(plain={}, workers=dict(num_workers=2)).items()}
-    same_on(long, fit=lambda learn: learn.fit(2, .05) or learn.get_preds(cbs=[MCDropoutCallback()])[0])
+    draws = lambda learn: learn.fit(2, .05) or learn.get_preds(cbs=[MCDropoutCallback()])[0]
+    same_on(dict(plain=partial(text, longest=300)), (3,), draws)
+    same_on(dict(workers=partial(text, longest=300, num_workers=2)), (2,), draws)
     assert 'HINT: sort by length' in refused(partial(text, longest=300, cls=TfmdDL))
 
 def frame(n=60):
@@ -176,8 +181,10 @@ def collab(n):
     torch.manual_seed(0)
     return collab_learner(dls, use_nn=True, layers=[10], y_range=(0,1), config=tabular_config(embed_p=.2, ps=[.3]), opt_func=SGD)
 
-def test_text_tabular_and_collab():
-    same_on(dict(lm=language_model, text=text, tabular=tabular, collab=collab), batches=False, fit=lambda learn: learn.fit(1, .02))
+applications = dict(lm=language_model, text=text, tabular=tabular, collab=collab)
+@sizes
+@cases(**applications)
+def test_text_tabular_and_collab(cases, size): same_on(cases, (size,), batches=False, fit=lambda learn: learn.fit(1, .02))
 
 def times(x, w): return x*torch.as_tensor(w).float().view(-1, *[1]*(x.ndim-1))
 def changed(f, **kw):
@@ -209,11 +216,12 @@ def rank0(n):
     learn.rank = rank_distrib()
     return learn
 
-def test_what_numpy_draws_for_a_batch():
-    numpy = dict(beta=changed(lambda x: times(x, np.random.beta(.4, .4, size=len(x)))), mask=changed(lambda x: x*torch.tensor(np.random.rand(*x.shape)<.5)),
-        one=changed(lambda x: x*np.random.normal()), model=net(Numpy), transform=vision(batch=[Loudness()]),
-        collate=changed(noop, cls=Collates), torchs=changed(noop, cls=TorchLoader, collate_fn=collate), rank0=rank0)
-    same_on(numpy)
+numpy = dict(beta=changed(lambda x: times(x, np.random.beta(.4, .4, size=len(x)))), mask=changed(lambda x: x*torch.tensor(np.random.rand(*x.shape)<.5)),
+    one=changed(lambda x: x*np.random.normal()), model=net(Numpy), transform=vision(batch=[Loudness()]),
+    collate=changed(noop, cls=Collates), torchs=changed(noop, cls=TorchLoader, collate_fn=collate), rank0=rank0)
+@sizes
+@cases(**numpy)
+def test_what_numpy_draws_for_a_batch(cases, size): same_on(cases, (size,))
 
 def tripled(x, i): return torch.where(torch.isin(torch.arange(len(x)), torch.tensor(i)).view(-1, *[1]*(x.ndim-1)), 3*x, x)
 class OwnNumbers(Callback):
@@ -285,13 +293,13 @@ def evaluated(learn):
 def test_evaluations_that_draw():
     res = same_on(dict(net=net(flat(nn.Dropout))), fit=evaluated)['net']['result']
     assert not near(res[0], res[1])
-    same_on(dict(vision=vision(batch=aug_transforms(size=16))), fit=lambda learn: learn.fit(1, .01) or [learn.tta(n=2)[0] for _ in range(2)])
-    same_on(dict(net=net(flat(nn.Dropout))), batches=False, fit=lambda learn: learn.lr_find(num_it=8, show_plot=False) and learn.fit(1, .01))
+    same_on(dict(vision=vision(batch=aug_transforms(size=16))), (3,), fit=lambda learn: learn.fit(1, .01) or [learn.tta(n=2)[0] for _ in range(2)])
+    same_on(dict(net=net(flat(nn.Dropout))), (2,), batches=False, fit=lambda learn: learn.lr_find(num_it=8, show_plot=False) and learn.fit(1, .01))
 
 def test_shards(): same_on(dict(plain=net(flat(nn.Dropout)), encoder=sequences['encoder']), shard=True)
 def test_applications_in_shards():
     "An LSTM holds weak references and its weights a second time, and fastai's `WeightDropout` a method of its own: a trial in shards leaves them alone"
-    same_on(dict(lm=language_model, text=text, tabular=tabular, collab=collab), sizes=(2,), batches=False, fit=lambda learn: learn.fit(1, .02), shard=True)
+    same_on(applications, sizes=(2,), batches=False, fit=lambda learn: learn.fit(1, .02), shard=True)
 def test_activations_that_are_computed_again():
     kw = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['TransformerEncoderLayer'])
     one, = on_each(dict(encoder=sequences['encoder']), 1)
