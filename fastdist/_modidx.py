@@ -1309,8 +1309,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastdist/evaluate/loss.py'),
                                         'fastdist.evaluate.loss.Reduction.ask': ( 'evaluate.loss.html#reduction.ask',
                                                                                   'fastdist/evaluate/loss.py'),
-                                        'fastdist.evaluate.loss.Reduction.forget': ( 'evaluate.loss.html#reduction.forget',
-                                                                                     'fastdist/evaluate/loss.py'),
                                         'fastdist.evaluate.loss.Reduction.is_told': ( 'evaluate.loss.html#reduction.is_told',
                                                                                       'fastdist/evaluate/loss.py'),
                                         'fastdist.evaluate.loss.Reduction.kind': ( 'evaluate.loss.html#reduction.kind',

@@ -27,12 +27,14 @@ def await_that(cond, seconds=90):
 
 # Commands
 
+gloo = re.compile(r'\[Gloo\] Rank \d+ is connected to \d+ peer ranks.*\n') # which torch 2.10 prints for each group
+
 def start(*cmd, env=env, out=subprocess.PIPE, err=subprocess.STDOUT):
     return subprocess.Popen(list(map(str, cmd)), stdout=out, stderr=err, text=True, start_new_session=True, env=env)
 
 def said(*procs, timeout):
     "Stdout and stderr of each of `procs`, which have `timeout` seconds to end; none of them is left, whatever happens"
-    try: return [p.communicate(timeout=timeout) for p in procs]
+    try: return [tuple(o and gloo.sub('', o) for o in p.communicate(timeout=timeout)) for p in procs]
     finally:
         for p in procs:
             if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)

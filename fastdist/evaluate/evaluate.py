@@ -208,12 +208,12 @@ class Evaluate(JobCallback):
 
     def before_train(self):
         "Begin to note what steps leave in the loss function, if a metric reads that"
-        self.reduction.forget()
+        self.reduction.noted = False
         names = [m.attr for m in self.learn.metrics if isinstance(m, LossMetric)]
         self.left = LeftInLoss(*names) if names and self.phases.size>1 else None
     def before_validate(self):
         "Number the files of callbacks that save predictions"
-        self.reduction.forget()
+        self.reduction.noted = False
         if self.phases.size>1 and self.phases.current.dl is not None:
             for cb in gathering(self.learn): number_files(cb, self.phases)
     def after_loss(self):

@@ -194,7 +194,8 @@ class Reduction:
         world:World # This process's world
     ):
         store_attr()
-        self.asked,self._key,self._kind,self._now = {},None,None,False # id of a loss -> what is known of it; the loss that was noted last, with its `reduction`; its kind; whether it is that of the batch
+        self.noted = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
+        self.asked,self._key,self._kind = {},None,None # id of a loss -> what is known of it; the loss that was noted last, with its `reduction`; its kind
 
     def of(self,
         f # A loss
@@ -206,28 +207,25 @@ class Reduction:
     @property
     def is_told(self):
         "Return whether there is nothing left to ask of the Learner's loss"
-        return getattr(self.asked.get(id(self.loss_func)), 'told', False)
-
-    def forget(self):
-        "Forget the loss that was noted last, before a batch or a phase begins"
-        self._now = False
+        if not self.noted: self.note()
+        return getattr(self.asked.get(id(self._key[0])), 'told', False)
 
     def note(self):
         "Note the Learner's loss function, which has just computed the loss of a batch: callbacks may put back another one at any event after it"
         f = self.learn.loss_func
-        key,self._now = (f,getattr(f, 'reduction', None)),True
+        key,self.noted = (f,getattr(f, 'reduction', None)),True
         if self._key!=key: self._key,self._kind = key,self._kind_of(f)
 
     @property
     def loss_func(self):
         "Return the loss function that was noted last, else the Learner's"
-        if not self._now: self.note()
+        if not self.noted: self.note()
         return self._key[0]
 
     @property
     def kind(self):
         "Return whether the loss is a sum, and whether its mean has a normaliser"
-        if not self._now: self.note()
+        if not self.noted: self.note()
         return self._kind
 
     def _kind_of(self, f):

@@ -42,7 +42,7 @@ class Weights:
     def begin(self):
         "Begin a batch: note its loader and its planned weight, which are asked for several times"
         at,source = vars(self.phases.learn),self.phases.source
-        self.reduction.forget()
+        self.reduction.noted = False
         self.empty,self.known = False,(at.get('dl'), at.get('iter'), batch_weight(source, at.get('iter')), source)
 
     @property
