@@ -112,7 +112,7 @@ number = re.compile(r'(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?\b|\bnan\b|\binf\b')
 bar = re.compile(r'Epoch \d+/\d+ : *(?=[^ |])|(Epoch \d+/\d+ : *)?\|?[█-]*\|? *[\d.]+% \[[^\]]*\]( -?[\d.]+(?= *$))?█*', re.M)
 warning = re.compile(r'^\S+\.py:\d+: \w*Warning: (?:.|\n)*?\n  .*$', re.M) # each rank has its own
 of_launchers = 'IPKernelApp|tqdm|Task was destroyed|^task: <Task|Launching training on|^\\*{20}|OMP_NUM_THREADS|torch.distributed.run|^warnings?$|The following values were not passed|was set to a value of|--\\w+. was set|' \
-    'To avoid this warning pass|fastdist audit|^Random on ranks|_script.py:\\d+: FutureWarning|^warnings.warn.$|reducer.cpp|^█+$'
+    'To avoid this warning pass|fastdist audit|^Random on ranks|_script.py:\\d+: FutureWarning|^warnings.warn.$|reducer.cpp|^\\[Gloo\\] Rank|^█+$'
 
 def results(shown): return sorted(map(json.loads, result.findall(shown.raw)), key=lambda o: o['rank'])
 

@@ -147,7 +147,8 @@ def run(cmd, env, cwd, timeout, tell=lambda pid: None):
     left = _gone(2 if code is not None else 0)
     for o in left: o.kill()
     for f in files: f.seek(0)
-    return dict(code=code, out=files[0].read().decode(), err=files[1].read().decode(), left=[' '.join(o.cmdline()) or o.name() for o in left])
+    out = re.sub(r'\[Gloo\] Rank \d+ is connected.*\n', '', files[0].read().decode()) # torch 2.10 prints it for each group
+    return dict(code=code, out=out, err=files[1].read().decode(), left=[' '.join(o.cmdline()) or o.name() for o in left])
 
 def _cpu(): return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
