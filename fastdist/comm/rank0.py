@@ -89,7 +89,7 @@ class _LineNotes:
         "Raise `RankError` if rank 0 has passed this place; `_PassedBy` if it has done the work under another name"
         missed = self.notes.missed()
         if not missed: return
-        done = [o for o in missed[1] if o]
+        done = [o for o in missed[1] if o is not None]
         if done and what!='rank0_first': raise _PassedBy(first(get_close_matches(what, done, 1, 0)))
         raise RankError(None, f'rank {self.line.rank} waits for rank 0 to come to {what!r}, {place_of(sys._getframe())}; but {missed[0]}. HINT: call it on all ranks')
 
@@ -200,5 +200,5 @@ def await_rank0(
     if line is None or line.world.size==1 or line.faults.failed or line.votes.exchanges.inside: return
     notes = _LineNotes(line)
     key = notes.place(name)
-    if line.rank==0: return notes.put(key, '', '')
+    if line.rank==0: return notes.put(key, None, '') # it has done no work that others may ask for
     with suppress(_PassedBy),exchange(name, 'note'): notes.notes.wait(key, notes.passed)

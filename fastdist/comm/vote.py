@@ -165,7 +165,7 @@ class Notes:
 
     def tell(self,
         key:str, # Identifies the call
-        name:str, # Name of the work that this rank has done
+        name:str, # Name of the work that this rank has done; `None` where it only says that it is here
         text:str # Empty, or the error
     ):
         "Send all ranks a note that this rank has done `name` at this place"
