@@ -40,6 +40,7 @@ from .job.detached import *
 from .comm.collectives import *
 from .state.snapshot import *
 from .state.home import *
+from .state.values import *
 from .train.process import *
 from .learner import *
 
@@ -217,6 +218,12 @@ def _held(self:Accelerator, instance, fun, args, kwargs, start):
         'HINT: give it as an argument')
     return ([instance] if instance is not None else []) + [o for o in res.values() if o is not instance]
 
+def _callbacks(call, held, by_name):
+    "Return the callbacks that `call` has: the user's that are on Learners, and all others"
+    own = [cb for o in held if isinstance(o, Learner) for cb in o.cbs if not of_library(type(cb).__module__)]
+    is_cb = lambda o: issubclass(type(o), Callback)
+    return list({id(o):o for o in [*own, *found(call, lambda o: is_cb(o) or _trains(o), by_name).values()] if is_cb(o)}.values())
+
 # %% ../nbs/902_accelerator.ipynb #e3092655
 @patch
 def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, show_all):
@@ -224,21 +231,23 @@ def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, 
     if start=='fork' and self._engine: raise OptionError('start', 'fork', 'ranks on other machines are no copies of this process. HINT: leave it out')
     if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
     held = self._held(instance, fun, args, kwargs, start)
+    cbs = _callbacks(partial(fun, *args, **kwargs), held, start=='fork')
     start_all = partial(start_on, self._engine) if self._engine else start_ranks
-    res = start_all(partial(_in_rank, self, fun, args, kwargs, held, instance is not None), self._nprocs, start, all_ranks, show_all)
+    res = start_all(partial(_in_rank, self, fun, args, kwargs, held, cbs, instance is not None), self._nprocs, start, all_ranks, show_all)
     all_ = res if all_ranks else [res]
-    if held: come_home(*zip(held, [s | dict(returned=[o for o,_ in all_]) for s in all_[0][1]]))
-    values = [o for o,_ in all_] if held else all_
+    values = [o for o,*_ in all_]
+    come_home(*zip(held, [s | dict(returned=values) for s in all_[0][1]]))
+    for cb,kept in zip(cbs, all_[0][2]): set_attributes(cb, kept)
     for o in values:
         if isinstance(o, _Unsent): raise TypeError(f'{o.why}. What trained has come home')
     return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
 
-def _in_rank(acc, fun, args, kwargs, held, first_is_instance, rank):
+def _in_rank(acc, fun, args, kwargs, held, cbs, first_is_instance, rank):
     forms = [form(model_and_opt(o)[0]) for o in held] if rank==0 else []
-    was = None if rank else _Before(fun, args, kwargs, held)
+    was,kept = (None,None) if rank else (_Before(fun, args, kwargs, held),Kept(cbs))
     res = acc.worker(rank, held[0] if first_is_instance else None, fun, args, kwargs)
     if was: was.tell()
-    return (_sendable(res),[state_away(o, f) for o,f in zip(held, forms)]) if held else res
+    return _sendable(res) if held or cbs else res,[state_away(o, f) for o,f in zip(held, forms)],kept.changed() if kept else []
 
 # %% ../nbs/902_accelerator.ipynb #a626069c
 def _parts(o):
@@ -280,18 +289,21 @@ def _detached(self:Accelerator, fun, name, options, *args, **kwargs):
     name = name if isinstance(name, str) else f'{called.rpartition(".")[2].strip("<>")}-{time.strftime("%m%d-%H%M%S")}'
     instance = self._instance(fun, args)
     held = self._held(instance if instance is not None and is_trainable(instance) else None, fun, args, kwargs, 'spawn')
-    return DetachedJob(start_detached(partial(_be_head, self, self._engine, fun, args, kwargs, options, held), name, called), partial(_brought_home, held))
+    cbs = _callbacks(partial(fun, *args, **kwargs), held, False)
+    head = partial(_be_head, self, self._engine, fun, args, kwargs, options, held, cbs)
+    return DetachedJob(start_detached(head, name, called), partial(_brought_home, held, cbs))
 
-def _be_head(acc, engine, fun, args, kwargs, options, held):
+def _be_head(acc, engine, fun, args, kwargs, options, held, cbs):
     "Distribute `fun`; return its result and what it trained"
-    acc._engine = engine
+    acc._engine,kept = engine,Kept(cbs)
     res = acc.distribute(fun, **options)(*args, **kwargs)
     is_pair = isinstance(res, tuple) and bool(held) and res[0] is model_and_opt(held[0])[0]
-    return res,is_pair,[state_away(o) for o in held]
+    return res,is_pair,[state_away(o) for o in held],kept.changed()
 
-def _brought_home(held, found, into):
+def _brought_home(held, cbs, found, into):
     "Write what a job trained into `into`, or into what its function has in this process, and return its result"
-    res,is_pair,states = found
+    res,is_pair,states,kept = found
+    for cb,o in zip([] if into else cbs, kept): set_attributes(cb, o)
     into = into or held
     if into and len(into)!=len(states): raise ValueError(f'You bring home {len(into)} objects, but the job has trained {len(states)}. HINT: as many, in the order in which its function has them')
     if into: come_home(*zip(into, states))
@@ -303,7 +315,7 @@ def attach(cls:Accelerator,
     name:str # Of a job that was detached
 )->DetachedJob: # Its `result` takes the Learners that take on what it trained
     "Return the job `name` of this user, which any process of this machine may have started"
-    return DetachedJob(find_folder(name, os.environ), partial(_brought_home, []))
+    return DetachedJob(find_folder(name, os.environ), partial(_brought_home, [], []))
 
 # %% ../nbs/902_accelerator.ipynb #35bcad78
 @patch

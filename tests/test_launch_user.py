@@ -1,5 +1,7 @@
 "Ranks started as people start them: from a plain script without a guard, with every default left alone, and what the terminal shows of it"
-import os,pytest,re,sys,threading,torch
+import math,os,pytest,re,sys,threading,torch,pandas as pd
+from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
@@ -382,3 +384,35 @@ def test_a_model_in_another_s_place_comes_home():
     test_eq([tuple(p.shape) for p in learn.model.parameters()], [(5,64),(5,),(10,5),(10,)])
     learn.remove_cbs(learn.grow)
     learn.fit(1)
+
+@dataclass
+class Best: loss:float = math.inf
+
+class Keeps(Callback):
+    "Keeps values of all kinds, and parts of its Learner"
+    def __init__(self): self.n,self.last,self.best,self.seen = 0,deque(maxlen=3),Best(),[]
+    def after_batch(self):
+        if not self.training: return
+        self.n += 1
+        self.last.append(self.n)
+        self.best.loss = min(self.best.loss, self.loss.item())
+        self.seen.append(self.iter)
+    def after_fit(self): self.table,self.of = pd.DataFrame(dict(seen=self.seen)),dict(model=self.model)
+
+def with_argument(acc, learn, cb): return acc.distribute(learn.fit, start='fork')(1, cbs=cb)
+def in_a_variable(acc, learn, cb):
+    def f():
+        with learn.distrib_ctx(): learn.fit(1, cbs=[cb])
+    return acc.distribute(f, start='fork')()
+def on_the_learner(acc, learn, cb): return acc.distribute(learn.add_cb(cb).fit, start='fork')(1)
+
+@pytest.mark.parametrize('n', [2,3])
+@pytest.mark.parametrize('how', [with_argument,in_a_variable,on_the_learner])
+def test_what_a_callback_keeps_comes_home(how, n):
+    "Wherever the function has it from; what belongs to the Learner stays"
+    cb,learn = Keeps(),digits()
+    first = learn.model[0]
+    with learn.no_bar(), learn.no_logging(): how(cpu(nprocs=n), learn, cb)
+    steps = len(learn.recorder.losses)
+    test_eq((cb.n, list(cb.last), cb.last.maxlen, cb.seen, len(cb.table)), (steps, list(range(steps-2, steps+1)), 3, list(range(steps)), steps))
+    assert isinstance(cb.best, Best) and cb.best.loss<math.inf and not hasattr(cb, 'of') and learn.model[0] is first
