@@ -16,6 +16,7 @@ __all__ = ['state_away', 'grown', 'come_home', 'Kept']
 # %% ../../nbs/405_state.home.ipynb #a316c560
 import os,tempfile
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import chain
 from types import FunctionType,MethodType
 from torch.nn.parameter import is_lazy
@@ -123,12 +124,12 @@ def _may_go(cb, v):
     kind = kind_of(v)
     return kind>=Kind.value or kind==Kind.other and not of_library(type(cb).__module__) and not found(v, _is_part)
 
-def _pickles(cb):
-    "Return attribute -> pickle of what `cb` keeps"
+def _digests(cb):
+    "Return attribute -> hash of its pickle, for what `cb` keeps"
     res = {}
     for k,v in vars(cb).items():
         with suppress(Exception):
-            if k not in passing and _may_go(cb, v): res[k] = dumps(v)
+            if k not in passing and _may_go(cb, v): res[k] = blake2b(dumps(v)).digest()
     return res
 
 # %% ../../nbs/405_state.home.ipynb #d7326a05
@@ -136,8 +137,8 @@ class Kept:
     "What callbacks keep from now on"
     def __init__(self,
         cbs:list # Callbacks
-    ): self.cbs,self.was = cbs,list(map(_pickles, cbs))
+    ): self.cbs,self.was = cbs,list(map(_digests, cbs))
 
     def changed(self)->list: # For each callback a dict: attribute -> value
         "Return what they keep that was not there before, or was another value"
-        return [{k:vars(cb)[k] for k,v in _pickles(cb).items() if was.get(k)!=v} for cb,was in zip(self.cbs, self.was)]
+        return [{k:vars(cb)[k] for k,v in _digests(cb).items() if was.get(k)!=v} for cb,was in zip(self.cbs, self.was)]
