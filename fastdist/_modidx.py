@@ -90,6 +90,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastdist.base.errors._Sent': ('base.errors.html#_sent', 'fastdist/base/errors.py'),
                                       'fastdist.base.errors._Sent.__reduce__': ( 'base.errors.html#_sent.__reduce__',
                                                                                  'fastdist/base/errors.py'),
+                                      'fastdist.base.errors.add_note': ('base.errors.html#add_note', 'fastdist/base/errors.py'),
                                       'fastdist.base.errors.everywhere': ('base.errors.html#everywhere', 'fastdist/base/errors.py'),
                                       'fastdist.base.errors.is_broken': ('base.errors.html#is_broken', 'fastdist/base/errors.py'),
                                       'fastdist.base.errors.is_everywhere': ('base.errors.html#is_everywhere', 'fastdist/base/errors.py'),

@@ -235,9 +235,9 @@ def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, 
     start_all = partial(start_on, self._engine) if self._engine else start_ranks
     res = start_all(partial(_in_rank, self, fun, args, kwargs, held, cbs, instance is not None), self._nprocs, start, all_ranks, show_all)
     all_ = res if all_ranks else [res]
-    values = [o for o,*_ in all_]
-    come_home(*zip(held, [s | dict(returned=values) for s in all_[0][1]]))
-    for cb,kept in zip(cbs, all_[0][2]): set_attributes(cb, kept)
+    values = [o for o,*_ in all_] if held or cbs else all_
+    if held: come_home(*zip(held, [s | dict(returned=values) for s in all_[0][1]]))
+    for cb,kept in zip(cbs, all_[0][2] if cbs else []): set_attributes(cb, kept)
     for o in values:
         if isinstance(o, _Unsent): raise TypeError(f'{o.why}. What trained has come home')
     return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
@@ -247,7 +247,7 @@ def _in_rank(acc, fun, args, kwargs, held, cbs, first_is_instance, rank):
     was,kept = (None,None) if rank else (_Before(fun, args, kwargs, held),Kept(cbs))
     res = acc.worker(rank, held[0] if first_is_instance else None, fun, args, kwargs)
     if was: was.tell()
-    return _sendable(res) if held or cbs else res,[state_away(o, f) for o,f in zip(held, forms)],kept.changed() if kept else []
+    return (_sendable(res),[state_away(o, f) for o,f in zip(held, forms)],kept.changed() if kept else []) if held or cbs else res
 
 # %% ../nbs/902_accelerator.ipynb #a626069c
 def _parts(o):

@@ -1,5 +1,5 @@
 "One Accelerator: what a loop of one's own needs on each rank, and ranks that a head starts, watches and gets things back from"
-import os,pytest,signal,subprocess,sys,threading
+import os,pytest,re,signal,subprocess,sys,threading
 from itertools import chain
 from pathlib import Path
 from accelerate import Accelerator as HFAccelerator,notebook_launcher
@@ -261,8 +261,9 @@ def test_what_ranks_print(monkeypatch, show_all):
     monkeypatch.setattr(sys, 'stdout', out)
     def say(): print('line\n10%', end='\r'), print('rank', this_world().rank, end='')
     cpu(nprocs=2).distribute(say, show_all=show_all, **forked)()
-    if not show_all: test_eq(out.s, 'line\n10%\rrank 0')
-    else: test_eq(sorted(out.s.splitlines(True)), sorted(f'[rank{r}] {o}' for r in range(2) for o in ('line\n','10%\r',f'rank {r}\n')))
+    s = re.sub(r'(\[rank\d\] )?\[Gloo\].*\n', '', out.s) # of torch 2.10
+    if not show_all: test_eq(s, 'line\n10%\rrank 0')
+    else: test_eq(sorted(s.splitlines(True)), sorted(f'[rank{r}] {o}' for r in range(2) for o in ('line\n','10%\r',f'rank {r}\n')))
 
 def fit(learn, *a, **kw):
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(*a, **kw)
@@ -530,6 +531,7 @@ class Average(Callback):
         for a,b in zip(self.mean.parameters(), self.model.parameters()): a.lerp_(b, .5)
     def after_epoch(self): self.learn.best_model = deepcopy(self.mean)
 
+@pytest.mark.replicas # a model in shards is not copied
 def test_a_model_that_a_callback_has_made_comes_home():
     learn,one = learner(4, cbs=Average()),learner(8, cbs=Average())
     def train():

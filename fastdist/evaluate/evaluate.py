@@ -22,6 +22,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.hook import ActivationStats
+from ..base.errors import *
 from ..base.loans import *
 from ..job.callbacks import *
 from ..comm.collectives import *
@@ -299,7 +300,7 @@ def _show(self:Evaluate, ph, batch):
 def _look(self:Evaluate, m):
     try: type(m).accumulate(m, self.learn)
     except Exception as e:
-        if why := why_apart(m, self.learn): getattr(e, 'add_note', noop)(f'{m.name}: {why}')
+        if why := why_apart(m, self.learn): add_note(e, f'{m.name}: {why}')
         raise
 
 @patch

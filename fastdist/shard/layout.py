@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from fastcore.all import *
 from fastai.basics import *
+from ..base.errors import *
 from ..comm.collectives import *
 from ..state.replicas import *
 from ..parallel.backward import *
@@ -50,7 +51,7 @@ def explain_shards(
 ):
     "Add a note to `e` where it comes from a parameter in shards"
     note = first(v for k,v in _words.items() if k in str(e)) or (_sharded if _of_shards(e) else None)
-    if note and not getattr(e, '__notes__', None): getattr(e, 'add_note', noop)(note)
+    if note: add_note(e, note)
 
 # %% ../../nbs/610_shard.layout.ipynb #912e8cc5
 class Sharded(Layout):
