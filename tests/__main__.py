@@ -13,4 +13,4 @@ def end(*procs):
     if rc := next(filter(None, [p.wait() for p in procs]), 0): sys.exit(rc)
 
 end(start('mkdocs', 'build', '--strict'), start('nbdev-test', '--n-workers', '2', '--file-re', r'^\d')) # the site, once its notebooks have run, keeps one core
-end(start('pytest', '-n', '4', '--durations', '25', 'tests'))
+end(start('pytest', '-n', '3', '--durations', '25', 'tests'))

@@ -13,7 +13,7 @@ from fastdist.parallel.backward import local
 from accelerate.state import PartialState
 
 for o in ('torch._dynamo','fastdist.shard.layout'): import_module(o) # imported when a model is wrapped, for two seconds; forked ranks have them then
-bs,n_steps,n_valid,patience = 4,4,24,3.
+bs,n_steps,n_valid,patience = 4,4,24,5.
 survivable = [c.__name__ for c in cancels]+['RuntimeError','NaN','SIGINT']
 fatal = ['SIGTERM','SIGKILL','dead loop']
 calls_back = 'before_fit','callback','validation','get_preds'

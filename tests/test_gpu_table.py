@@ -17,6 +17,7 @@ def test_what_holds_on_the_cpu(tmp_path):
     res = table(tmp_path/'rows.json', '--only', 'whole|carried|scaler')
     test_eq({k:o['result'] for k,o in res.items()}, {('carried_numbers','one rank, gloo'):'held', ('shards_kept_whole','2 CPU ranks'):'held', ('shards_with_a_scaler','2 CPU ranks'):'not here'})
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_a_failure_hides_no_other(tmp_path):
     "A process that dies, and one that is wrong, with its traceback"

@@ -112,6 +112,7 @@ plt.plot([1,2])
 # %%
 """
 
+@pytest.mark.whole
 def test_the_notebook_for_two_gpus_in_a_kernel_in_which_much_was_done(tmp_path):
     "Without GPUs its ranks are two processes on the CPU"
     nb = nbformat.read(examples/'kaggle_two_t4.ipynb', 4)

@@ -84,6 +84,7 @@ learn = Learner(DataLoaders.from_dsets(data, data, bs=4), nn.Linear(8,2), loss_f
 with learn.distrib_ctx(): learn.fit(2, cbs=Fails())
 """
 
+@pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.timeout(400)
 def test_a_rank_of_mpirun_that_fails_ends_all(tmp_path):

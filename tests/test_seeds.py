@@ -45,7 +45,7 @@ def vision(item=(), batch=(), workers=0, model=None):
 def flat(*ls): return lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, 12), *[l() for l in ls], nn.Linear(12, 3))
 def conv(*ls): return lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), *[l() for l in ls], nn.Flatten(), nn.Linear(294, 3))
 
-@pytest.mark.parametrize('workers', (0,1,3))
+@pytest.mark.parametrize('workers', (0,pytest.param(1, marks=pytest.mark.whole),3))
 def test_augmented_batches_on_any_number_of_ranks(workers):
     same_on(dict(all=vision([RandomResizedCrop(16)], aug_transforms(size=16), workers)), (2,3,4) if workers==0 else (4,))
 
