@@ -158,7 +158,7 @@ def norms(learn, rank): # torch waits in it without an end, and nobody else does
 @pytest.mark.parametrize('f', [calls,predicts,get_preds,unit,in_a_fit('after_batch'),in_a_fit('before_batch'),in_a_fit('after_pred'),norms], ids=lambda f: f.__name__)
 def test_one_rank_alone(f):
     for (how,text),bare,ws in on_ranks(lambda rank: lone(rank, f, patience=3 if f is norms else None), join=False, timeout=100):
-        assert how in ('RankError','ValueError') and bare and any(o in text for o in ('HINT',*['did not move']*(f is norms))), (how,text,bare)
+        assert how in ('RankError','ValueError') and bare and ('did not move' if f is norms and not torch.__version__.startswith('2.10.') else 'HINT') in text, (how,text,bare)
 
 class Looks(Callback):
     "fastai calls it for its own evaluation too"

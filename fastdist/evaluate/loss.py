@@ -210,11 +210,12 @@ class Reduction:
         if not self.noted: self.note()
         return getattr(self.asked.get(id(self._key[0])), 'told', False)
 
-    def note(self):
+    def note(self)->bool: # As `is_told`
         "Note the Learner's loss function, which has just computed the loss of a batch: callbacks may put back another one at any event after it"
         f = self.learn.loss_func
         key,self.noted = (f,getattr(f, 'reduction', None)),True
         if self._key!=key: self._key,self._kind = key,self._kind_of(f)
+        return getattr(self.asked.get(id(f)), 'told', False)
 
     @property
     def loss_func(self):

@@ -40,9 +40,7 @@ class Agreement:
             line.beat += 1
             if line.faults.trouble: line.faults.check()
         if events.alone: return events.call_aside(event_name)
-        if event_name=='after_loss':
-            self.passes.weights.reduction.note()
-            if self.passes.due: self.passes.ask()
+        if event_name=='after_loss' and not self.passes.weights.reduction.note() and self.passes.due: self.passes.ask()
         if line: return events(event_name)
         type(self.learn)._call_one(self.learn, event_name)
 
