@@ -47,6 +47,7 @@ Modules:
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
+- `fastdist.diagnose`: What `fastdist-check` tries where it runs: ranks, collectives, replicas, exactness, hosts, and a user's script
 - `fastdist.evaluate.chunks`: Texts that a classifier reads in chunks, of which a rank has some
 - `fastdist.evaluate.drawn`: The shapes in which a model draws, by a trial with two numbers of rows
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
@@ -130,29 +131,32 @@ Modules:
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
 - `fastdist.train.weights`: Weight of this rank's batch in the global batch, and terms that callbacks add to its loss"""
 
-import accelerate,warnings
-from types import ModuleType
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from fastai.torch_core import num_distrib, rank_distrib
-from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, VersionError, WorldError
-from .job.world import World, install_fault, own_version
-from .job.group import this_world, setup_distrib, teardown_distrib
-from .job.fork import on_ranks
-from .comm.rank0 import rank0_first
-from .data.loader import DistributedDL
-from .state.checkpoint import Checkpoint
-from .accelerator import Accelerator
-from .train.trainer import DistributedTrainer
-from .parallel.proxy import ParallelTrainer
-from . import learner,saving
-from .observe.desync import DesyncCheck
-from .observe.timeline import Timeline
+import os,sys
 
-__version__ = own_version()
-if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
-__all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
-    'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-    'DesyncError', 'Checkpoint', 'ResumeError', 'VersionError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
+if os.path.basename(sys.argv[0])!='fastdist-check' or '--job' not in sys.argv: # a question to a job that runs, which needs none of it, and no torch
+    import accelerate,warnings
+    from types import ModuleType
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+    from fastai.torch_core import num_distrib, rank_distrib
+    from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, VersionError, WorldError
+    from .job.world import World, install_fault, own_version
+    from .job.group import this_world, setup_distrib, teardown_distrib
+    from .job.fork import on_ranks
+    from .comm.rank0 import rank0_first
+    from .data.loader import DistributedDL
+    from .state.checkpoint import Checkpoint
+    from .accelerator import Accelerator
+    from .train.trainer import DistributedTrainer
+    from .parallel.proxy import ParallelTrainer
+    from . import learner,saving
+    from .observe.desync import DesyncCheck
+    from .observe.timeline import Timeline
+
+    __version__ = own_version()
+    if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
+    __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
+        'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
+        'DesyncError', 'Checkpoint', 'ResumeError', 'VersionError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
 
 def __getattr__(name):
     "Return what Accelerate calls `name`, so that a script that imports from it may import from fastdist"

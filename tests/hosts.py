@@ -26,12 +26,15 @@ client = """Host {names}
   LogLevel ERROR
 """
 
+names_here = [f'fd{os.getpid():x}{o}' for o in 'abt'] # of this process: several runs of the tests may be on one machine
+nets_here = [f'10.{o}.{os.getpid()%250}' for o in (213,214)]
+
 def why_no_hosts():
     "Why there can be no hosts here"
     if why := why_missing('sshd ssh ip', 'openssh-server', 'openssh-client', 'iproute2', path=f"{os.environ['PATH']}:/usr/sbin:/sbin"): return why
     if os.geteuid(): return 'only root can make network namespaces'
     try:
-        with namespaces(('fdt',), '10.213.79'): return
+        with namespaces(names_here[2:], nets_here[1]): return
     except subprocess.CalledProcessError as e: return f'{" ".join(e.cmd)} failed: {e.stderr}'
 
 def sh(cmd): subprocess.run(cmd.split(), check=True, capture_output=True, timeout=30)
@@ -55,7 +58,7 @@ def namespaces(names, net):
         yield
 
 @contextmanager
-def ssh_hosts(names=('fda','fdb'), net='10.213.77'):
+def ssh_hosts(names=names_here[:2], net=nets_here[0]):
     "Hosts by SSH; yields their names, and the daemon of each"
     with TemporaryDirectory() as d, namespaces(names, net), ExitStack() as stack:
         Path('/run/sshd').mkdir(exist_ok=True)

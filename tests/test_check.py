@@ -6,7 +6,8 @@ from torch import distributed as dist
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
-from fastdist.check import *
+from fastdist.check import main
+from fastdist.diagnose import *
 from fastdist.observe.checks import *
 from fastdist.comm.collectives import grouped
 from procs import *

@@ -10,19 +10,17 @@ from hosts import *
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(240)]
 
-hosts_of = 'fda','fdb'
-
 @pytest.fixture(scope='module')
 def hosts():
     if why := why_no_hosts(): pytest.skip(why)
-    with ssh_hosts(hosts_of) as h:
+    with ssh_hosts() as h:
         yield h
         await_that(lambda: not agents())
 
 def agents():
     "Agents and ranks in the hosts"
     pids = lambda o: subprocess.run(['ip','netns','pids',o], capture_output=True, text=True).stdout.split()
-    return [pid for o in hosts_of for pid in pids(o) if b'be_agent' in said_at(pid)]
+    return [pid for o in names_here[:2] for pid in pids(o) if b'be_agent' in said_at(pid)]
 
 def said_at(pid):
     try: return Path(f'/proc/{pid}/cmdline').read_bytes()
@@ -65,7 +63,7 @@ def test_ranks_listen_where_the_others_come_and_their_agent_nowhere(hosts):
 
 def test_an_error_has_rank_and_host(hosts):
     def bad(): raise ValueError('no luck') if os.environ['RANK']=='3' else time.sleep(1)
-    with pytest.raises(RankError, match=r'(?s)rank 3 on fdb failed:.*no luck'): on(hosts, bad)()
+    with pytest.raises(RankError, match=rf'(?s)rank 3 on {hosts.names[1]} failed:.*no luck'): on(hosts, bad)()
 
 def ends(hosts, what, match):
     "Check that a job ends within ten seconds of `what`, with an error that matches"
@@ -82,7 +80,7 @@ def ends(hosts, what, match):
     await_that(lambda: not agents())
 
 @pytest.mark.whole
-def test_a_killed_rank(hosts): ends(hosts, lambda pid: os.kill(pid, signal.SIGKILL), r'rank 3 on fdb failed:\nit ended without a word, killed by SIGKILL')
+def test_a_killed_rank(hosts): ends(hosts, lambda pid: os.kill(pid, signal.SIGKILL), rf'rank 3 on {hosts.names[1]} failed:\nit ended without a word, killed by SIGKILL')
 
 class Dies(Callback):
     "Kill rank 3 in the second epoch, if that has not been done"
@@ -98,32 +96,32 @@ def test_the_same_call_again_goes_on(hosts, tmp_path):
         learn = learner()
         with learn.no_bar(), learn.no_logging(): on(hosts, learn.fit_one_cycle)(3, 1e-2, cbs=[Checkpoint(d, every=1), *cbs])
         return learn
-    with pytest.raises(RankError, match=r'rank 3 on fdb failed:\nit ended without a word, killed by SIGKILL'): fit(tmp_path/'states', Dies(tmp_path))
+    with pytest.raises(RankError, match=rf'rank 3 on {hosts.names[1]} failed:\nit ended without a word, killed by SIGKILL'): fit(tmp_path/'states', Dies(tmp_path))
     again,once = fit(tmp_path/'states', Dies(tmp_path)),fit(tmp_path/'undisturbed')
     for a,b in zip(again.model.parameters(), once.model.parameters()): assert torch.equal(a, b)
     test_eq(again.recorder.values, once.recorder.values)
     test_eq(again.counts.n, once.counts.n)
 
 def test_a_killed_agent(hosts):
-    ends(hosts, lambda pid: os.kill(int(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split()[1]), signal.SIGKILL), r'rank \d on fdb failed:\nits machine was lost: `ssh .* fdb` ended')
+    ends(hosts, lambda pid: os.kill(int(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split()[1]), signal.SIGKILL), rf'rank \d on {hosts.names[1]} failed:\nits machine was lost: `ssh .* {hosts.names[1]}` ended')
 
 @pytest.mark.whole
 def test_a_cut_connection(hosts):
-    def cut(pid): sh('ip link set fdbv down')
-    try: ends(hosts, cut, r'rank \d on fdb failed:\nits machine was lost')
-    finally: sh('ip link set fdbv up')
+    def cut(pid): sh(f'ip link set {hosts.names[1]}v down')
+    try: ends(hosts, cut, rf'rank \d on {hosts.names[1]} failed:\nits machine was lost')
+    finally: sh(f'ip link set {hosts.names[1]}v up')
 
 @pytest.mark.whole
 def test_machines_that_do_not_reach_each_other(hosts):
     for o in hosts.names: sh(f'bridge link set dev {o}v isolated on')
     try:
-        with pytest.raises(EngineError, match='fdb cannot reach fda, where rank 0 is, at any of 10.213.77.2'): on(hosts, place)()
+        with pytest.raises(EngineError, match=f'{hosts.names[1]} cannot reach {hosts.names[0]}, where rank 0 is, at any of {hosts.net}.2'): on(hosts, place)()
     finally:
         for o in hosts.names: sh(f'bridge link set dev {o}v isolated off')
 
 def test_a_host_that_lacks_fastdist(hosts):
     python = shutil.which('python3', path='/usr/bin:/usr/local/bin')
-    with pytest.raises(EngineError, match='(?s)fda cannot run ranks: .*(No module named|not found)'): Accelerator(nprocs=2, hosts=hosts.names, python=python).distribute(place)()
+    with pytest.raises(EngineError, match=f'(?s){hosts.names[0]} cannot run ranks: .*(No module named|not found)'): Accelerator(nprocs=2, hosts=hosts.names, python=python).distribute(place)()
 
 def refused(hosts, dest, match):
     "Check that no rank starts where `dest` is the second host, that the error says why, and that nothing is left"

@@ -21,7 +21,6 @@ from zlib import crc32
 from fastcore.all import *
 from ..base.at_fork import *
 from ..base.signals import *
-from ..job.world import *
 
 # %% ../../nbs/114_comm.requests.ipynb #85c859c3
 class ReportSignal:
@@ -83,7 +82,7 @@ def _peer(sock):
 class LocalServer:
     "Socket at which processes of this user and node ask for a report"
     def __init__(self,
-        world:World # This process's world
+        world # This process's `World`
     ):
         self.sock = None
         if not _has_names(): return
