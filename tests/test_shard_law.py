@@ -150,9 +150,10 @@ class Numbers(Callback):
     def __init__(self, extremes): self.extremes = extremes
     def before_fit(self): self.learn.read = []
     def before_step(self):
-        for p in self.model.parameters():
-            self.learn.read += [p.norm().item(), p.sum().item(), p.mean().item(), p.grad.norm().item(), bool((p>.2).any())]
-            if self.extremes: self.learn.read += [float(p.detach().abs().max()), float(p.grad.min())]
+        for p,g in ((p,p.grad) for p in self.model.parameters()):
+            self.learn.read += [p.norm().item(), p.sum().item(), p.mean().item(), g.norm().item(), bool((p>.2).any()), (p.sum()+1).item()]
+            self.learn.read.append((p.norm()+g.norm()).item())
+            if self.extremes: self.learn.read += [float(p.detach().abs().max()), float(g.min())]
         if self.model[0].weight.grad.norm().item()>.05: self.opt.set_hyper('lr', .02)
 
 def read(rank, bs, extremes):
@@ -164,7 +165,7 @@ def read(rank, bs, extremes):
 def test_numbers_that_have_parts(size):
     "`p.norm().item()` is that of the whole parameter on each rank, of which torch gives each its part; of no rows, as one of four has, torch finds no largest, which is an error"
     want = read(None, 12, size<4)
-    assert len(want)>=4*6*5
+    assert len(want)>=4*6*7
     for o in on_ranks(lambda rank: read(rank, 12//size, size<4), size, timeout=60, join=False): test_close(o, want, 1e-4)
 
 # What cannot work in shards is an error
@@ -182,6 +183,10 @@ class OnRank0(Callback):
     rank0_only = True
     def after_epoch(self): self.model(torch.zeros(2,8))
 
+class ReadsOnRank0(OnRank0):
+    "One rank alone reads what all have parts of"
+    def after_epoch(self): self.learn.total = sum(p.sum().item() for p in self.model.parameters())
+
 class Branches(nn.Module):
     "Of two layers a rank uses one"
     def __init__(self):
@@ -190,7 +195,7 @@ class Branches(nn.Module):
     def forward(self, x): return (self.a,self.b)[rank_distrib()](x)
 
 refusals = [(Small, {}, {}, 'reshard_after_forward=False'), (ByHand, {}, {}, r'torch.autograd.grad with regard to them'),
-    (ByHand, {}, dict(fsdp_plugin=whole_between), 'outside of a backward pass'), (OnRank0, {}, {}, 'a callback without rank0_only'), (noop, Branches, {}, 'others did not')]
+    (ByHand, {}, dict(fsdp_plugin=whole_between), 'outside of a backward pass'), (OnRank0, {}, {}, 'a callback without rank0_only'), (ReadsOnRank0, {}, {}, 'reads it on all ranks'), (noop, Branches, {}, 'others did not')]
 
 def refused(rank, cb, model, kw, match):
     learn = small(6)

@@ -14,7 +14,7 @@ __all__ = ['explain_shards', 'whole_numbers', 'Sharded']
 # %% ../../nbs/610_shard.layout.ipynb #9792b815
 import torch,traceback
 from contextlib import ExitStack,contextmanager
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor,Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from fastcore.all import *
 from fastai.basics import *
@@ -54,26 +54,36 @@ def explain_shards(
     if note: add_note(e, note)
 
 # %% ../../nbs/610_shard.layout.ipynb #cc458ca1
-_item = torch.ops.aten._local_scalar_dense.default
+_aten = torch.ops.aten
+_numbers = [_aten._local_scalar_dense.default]
+if tuple(map(int, torch.__version__.split('.')[:2]))<(2,11):
+    _numbers += [_aten.sum.default,_aten.sum.dim_IntList,_aten.mean.default,_aten.mean.dim,_aten.linalg_vector_norm.default]
+_lone = ('You let rank 0 alone read a number of a tensor in shards, of which each rank has a part. HINT: a callback without rank0_only reads it on all ranks, and rank 0 logs it')
 
 class _WholeNumber:
-    "Handler of torch's dispatcher for the number that a DTensor has"
-    users = 0
+    "Handler of torch's dispatcher for what is computed from all parts of a DTensor"
+    def __init__(self, alone): self.alone = alone
     def __call__(self, op, args, kwargs):
-        t, = args
-        if all(p.is_replicate() for p in t.placements): return op(t.to_local())
-        with exchange('the number of a tensor in shards'): return op(t.full_tensor())
+        t,*more = args
+        if all(p.is_replicate() for p in t.placements): whole = t.to_local()
+        elif self.alone(): raise RuntimeError(_lone)
+        else:
+            with exchange('the number of a tensor in shards'): whole = t.full_tensor()
+        res = op(whole, *more, **kwargs)
+        return DTensor.from_local(res, t.device_mesh, [Replicate()]*t.device_mesh.ndim, run_check=False) if isinstance(res, Tensor) else res
 
 @contextmanager
-def whole_numbers():
+def whole_numbers(
+    alone:callable=lambda: False # Returns whether rank 0 runs code that the others do not
+):
     "Let `item` and the like of a DTensor put its parts together inside this context"
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    mine = handlers.setdefault(_item, _WholeNumber())
-    mine.users += 1
+    before = {o:handlers.get(o) for o in _numbers}
+    handlers.update(dict.fromkeys(_numbers, _WholeNumber(alone)))
     try: yield
     finally:
-        mine.users -= 1
-        if not mine.users: del handlers[_item]
+        for o,h in before.items(): handlers.pop(o) if h is None else handlers.update({o:h})
+
 
 # %% ../../nbs/610_shard.layout.ipynb #912e8cc5
 class Sharded(Layout):
@@ -88,7 +98,7 @@ class Sharded(Layout):
         self.job,self.plan,self.exchanges,self.models = job,plan.on(job.world),job.line.votes.exchanges,ShardedModels()
         self.passes,opts = ForwardPasses(self.models, alone, self.plan.reshard is not False),OptimizerShards(self.models)
         self.sharder,self.unsharder = Sharder(job, self.plan, self.models, opts, self.passes),Unsharder(job, self.models, opts)
-        self.files,self.norms = ShardFiles(self.unsharder),Norms(sync_bn)
+        self.files,self.norms,self.alone = ShardFiles(self.unsharder),Norms(sync_bn),alone
         self.wrappers,self.mixing,self.numbers = Wrappers(lambda t: self.models[t.model]),ExitStack(),ExitStack()
         self.forget()
 
@@ -121,7 +131,7 @@ class Sharded(Layout):
 def enter(self:Sharded, learn):
     "Put the model of `learn` in shards"
     self.job.explain = explain_shards
-    self.numbers.enter_context(whole_numbers())
+    self.numbers.enter_context(whole_numbers(self.alone))
     self.sharder.enter(learn)
 
 @patch
