@@ -41,7 +41,7 @@ def test_all_modules_and_types_are_in_it(wheel):
 def test_metadata(wheel):
     meta = message_from_string(read(wheel, 'METADATA'))
     test_eq([meta[k] for k in ('Name','Version','Requires-Python')], ['fastai-dist',cfg['version'],'>=3.10'])
-    test_eq((meta['License-Expression'] or meta['License'], meta.get_all('License-File')), ('Apache-2.0', ['LICENSE'])) # an older setuptools writes the one field, a newer one the other
+    test_eq((meta['License-Expression'], meta.get_all('License-File')), ('Apache-2.0', ['LICENSE']))
     assert 'Apache License' in read(wheel, 'licenses/LICENSE') and 'Do not `pip install fastdist`' in meta.get_payload()
     test_eq({o.partition(';')[0].strip() for o in meta.get_all('Requires-Dist') if 'extra' not in o}, set(cfg['requirements'].split()))
     assert tuple(map(int, cfg['version'].split('.')))>(0,0,1) and f'## {cfg["version"]},' in (top/'CHANGELOG.md').read_text()

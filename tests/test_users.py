@@ -114,7 +114,9 @@ warning = re.compile(r'^\S+\.py:\d+: \w*Warning: (?:.|\n)*?\n  .*$', re.M) # eac
 of_launchers = 'IPKernelApp|tqdm|Task was destroyed|^task: <Task|Launching training on|^\\*{20}|OMP_NUM_THREADS|torch.distributed.run|^warnings?$|The following values were not passed|was set to a value of|--\\w+. was set|' \
     'To avoid this warning pass|fastdist audit|^Random on ranks|_script.py:\\d+: FutureWarning|^warnings.warn.$|reducer.cpp|^█+$'
 
-gloo = re.compile(r'\[Gloo\] Rank (\d+ )?|(\d+ )?is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+\r?\n?') # torch 2.10 prints it for each group, in pieces
+of_gloo = re.compile(r'\[Gloo\] Rank |\bis connected to |peer ranks\. ?|Expected number of connected peer ranks is : ') # torch 2.10 prints it for each group, in pieces that mix
+
+def without_gloo(text): return re.sub(r'(?m)^[\d ]+$', '', of_gloo.sub('', text)) if '[Gloo]' in text else text
 
 def results(shown): return sorted(map(json.loads, result.findall(shown.raw)), key=lambda o: o['rank'])
 
@@ -127,7 +129,7 @@ def near(a, b, eps=1e-4):
 
 def lines(shown, exact):
     "What the terminal shows but for results and what launchers say, as text and numbers; no times"
-    text = bar.sub('', result.sub('', '\n'.join(screen(gloo.sub('', shown.raw)))))
+    text = bar.sub('', result.sub('', without_gloo('\n'.join(screen(shown.raw)))))
     rest = [o.strip() for o in warning.sub('', text).split('\n') if not started.search(o)]+sorted(set(warning.findall(text)))
     rest = [re.sub(r'\b\d+:\d\d\b', '', o).strip() for o in rest if not re.search(of_launchers, o)]
     return sorted((re.sub(r' +', ' ', number.sub('#', o)), [float(x) for x in number.findall(o)] if exact else []) for o in rest if o)

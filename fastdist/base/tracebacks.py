@@ -73,6 +73,11 @@ def traceback_text(
     t = TracebackException.from_exception(e)
     return ''.join((t if os.environ.get('FASTDIST_TRACEBACK')=='full' else shorten(t)).format()).rstrip()
 
+# %% ../../nbs/001_base.tracebacks.ipynb #74744152
+def _is_pythons(show):
+    "Return whether the hook `show` is Python's own, or what shows groups of errors in its place on Python 3.10"
+    return show is sys.__excepthook__ or getattr(show, '__module__', None)=='exceptiongroup._formatting'
+
 # %% ../../nbs/001_base.tracebacks.ipynb #d9437ecb
 def show_once(
     show:callable, # The `sys.excepthook` to call for all other errors
@@ -85,7 +90,7 @@ def show_once(
     elif rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} ends with the error that rank 0 shows, a {kind.__name__}\n')
     elif isinstance(err, RankError) and err.shown and rank not in (None,err.rank) and not is_everywhere(err):
         sys.stderr.write(f'fastdist: rank {rank} ends {_why(err)}\n')
-    elif show is sys.__excepthook__ and (rank is not None or isinstance(err, RankError)): sys.stderr.write(traceback_text(err)+'\n')
+    elif _is_pythons(show) and (rank is not None or isinstance(err, RankError)): sys.stderr.write(traceback_text(err)+'\n')
     else: show(kind, err, tb)
 
 def _interrupted(err):

@@ -21,8 +21,9 @@ __all__ = ['unsharded_params', 'choose_units', 'unit_params', 'check_units', 're
 import re,torch
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
+from functools import cache,partial
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import _Policy,_recursive_wrap,size_based_auto_wrap_policy,transformer_auto_wrap_policy
 from torch.nn.utils.parametrize import is_parametrized
 from fastcore.all import *
@@ -52,6 +53,17 @@ def _is_closed(m): return isinstance(m, _closed_classes) or is_parametrized(m) o
 def _is_called(m): return type(m).forward is not nn.Module.forward or 'forward' in vars(m)
 def _counts(m): return Counter(id(p) for _,p in m.named_parameters(remove_duplicate=False))
 
+# %% ../../nbs/601_shard.wrap_policy.ipynb #48533eca
+@cache
+def _takes_containers():
+    "Return whether `fully_shard` takes a container that has a `forward`"
+    class Container(nn.ModuleList):
+        def forward(self, x): return x
+    try: fully_shard(Container(), mesh=0)
+    except Exception as e: return 'containers' not in str(e)
+
+def _is_refused(m): return isinstance(m, (nn.ModuleList,nn.ModuleDict)) and not _takes_containers()
+
 # %% ../../nbs/601_shard.wrap_policy.ipynb #825199a8
 class _Tree:
     "The modules of `model` with what may be a unit, and the units chosen so far, innermost first"
@@ -68,7 +80,7 @@ class _Tree:
 
     def may(self, m):
         "Return whether `m` may be a unit"
-        if id(m) in self.barred or not _is_called(m): return False
+        if id(m) in self.barred or not _is_called(m) or _is_refused(m): return False
         return all(self.names[p]==self.paths[id(m)]*n for p,n in _counts(m).items())
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #559d7c07
