@@ -47,7 +47,7 @@ def nothing_is_left(cluster):
 @pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_head_that_is_killed(cluster, tmp_path):
     p = start(sys.executable, here/'on_ray.py', 'killed', tmp_path, env=env|cluster.vars)
     try:
@@ -60,7 +60,7 @@ def test_a_head_that_is_killed(cluster, tmp_path):
 @pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_context_in_a_function_of_ray_train(cluster, tmp_path):
     run(sys.executable, here/'on_ray.py', 'trainer', tmp_path, timeout=200, **cluster.vars)
     res = [json.loads((tmp_path/f'{i}.json').read_text()) for i in range(2)]
@@ -73,7 +73,7 @@ def test_a_context_in_a_function_of_ray_train(cluster, tmp_path):
 @pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_detached_jobs(cluster, tmp_path):
     vars = cluster.vars|dict(FASTDIST_JOBS=str(tmp_path/'jobs'))
     run(sys.executable, here/'on_ray.py', 'detached', tmp_path, **vars)
@@ -82,7 +82,7 @@ def test_detached_jobs(cluster, tmp_path):
 
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_cell_on_a_cluster(cluster, tmp_path):
     "Last, since it kills a node"
     lines,vars = [],cluster.vars|dict(WANDB_NAME='of the driver', WANDB_API_KEY='a'*40, OMP_NUM_THREADS='1')

@@ -121,7 +121,7 @@ def test_a_rank_that_is_killed_ends_the_job(cluster):
     trains = lambda: {int(p.stem):int(p.suffix[1:]) for p in Path.cwd().glob('[01].*')}
     await_that(lambda: len(trains())==2)
     os.kill(trains()[1], signal.SIGKILL)
-    how,out = finished(job, cluster, 15)
+    how,out = finished(job, cluster, 60)
     assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it ended without a word' in out, out[-3000:]
 
 def submit_requeue(launcher, env):
@@ -133,7 +133,7 @@ def submit_requeue(launcher, env):
 def test_jobs_that_are_requeued_go_on(cluster):
     "SLURM signals the batch scripts, as it does when the time is nearly up; the jobs run at once"
     for launcher,job in {o:submit_requeue(o, cluster) for o in ('torchrun','python')}.items():
-        how,out = finished(job, cluster, 150, f'{launcher}/out')
+        how,out = finished(job, cluster, 300, f'{launcher}/out')
         assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'goes on in fit 1' in out, out[-3000:]
         assert 'Restarts=1' in sh(f'scontrol show job {job}', cluster)
         is_exact(Path(launcher), 2)

@@ -87,5 +87,5 @@ except Exception as e: print(type(e).__name__, 'a rank that fails' in str(e))
 
 def test_a_head_starts_ranks_by_spawn(tmp_path):
     (tmp_path/'train.py').write_text(spawn_only+re.sub(' pthread_sigmask| SIGKILL', '', bare)+head) # Python's own spawn needs these on Linux
-    out,err = run(sys.executable, tmp_path/'train.py')
+    out,err = run(sys.executable, tmp_path/'train.py', timeout=220) # five times Python imports all anew
     test_eq(out.splitlines()[-2:], ['5 True','RankError True'])

@@ -1,5 +1,5 @@
 "Where the time of a fit goes: which rank is late, in what, and what it costs to know"
-import json,pytest,time
+import json,os,pytest,time
 from collections import Counter
 from unittest import mock
 from fastcore.test import test_eq
@@ -13,7 +13,7 @@ from fastdist.observe.straggler import shown_parts
 from collectives import counting
 from learners import digits
 
-nap = .04 # longer than what busy cores take from a rank by chance
+nap = .04*max(1, os.getloadavg()[0]/os.cpu_count()/2) # longer than what busy cores take from a rank by chance, which the more processes run is the more
 
 class Samples:
     "Digits that take their time on one rank"

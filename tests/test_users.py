@@ -116,7 +116,7 @@ of_launchers = 'IPKernelApp|tqdm|Task was destroyed|^task: <Task|Launching train
 
 of_gloo = re.compile(r'\[Gloo\] Rank |\bis connected to |peer ranks\. ?|Expected number of connected peer ranks is : ') # torch 2.10 prints it for each group, in pieces that mix
 
-def without_gloo(text): return re.sub(r'(?m)^[\d ]+$', '', of_gloo.sub('', text)) if '[Gloo]' in text else text
+def without_gloo(text): return re.sub(r'(?m)^[\d |█]+$', '', of_gloo.sub('', text)) if '[Gloo]' in text else text
 
 def results(shown): return sorted(map(json.loads, result.findall(shown.raw)), key=lambda o: o['rank'])
 
