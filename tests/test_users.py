@@ -86,7 +86,7 @@ class Terminals:
         if how=='one' and not w.alone: return
         text = as_one(w.path.read_text(), w.n) if how=='one' else w.path.read_text()
         job = dict(path=w.path, text=text, n=w.n if how=='fork' and w.start=='ranks' else 0)
-        return self.warm.ask(**job if how in ('fork','one') else dict(cmd=list(map(str, command(how, w.path, w.n))), real=bool(w.fails), timeout=60))
+        return self.warm.ask(**job if how in ('fork','one') else dict(cmd=list(map(str, command(how, w.path, w.n))), real=bool(w.fails), timeout=150))
 
     def __call__(self, name, how): return self.shown[name,how].result()
 
@@ -129,7 +129,7 @@ def near(a, b, eps=1e-4):
 
 def lines(shown, exact):
     "What the terminal shows but for results and what launchers say, as text and numbers; no times"
-    text = bar.sub('', result.sub('', without_gloo('\n'.join(screen(shown.raw)))))
+    text = without_gloo(bar.sub('', result.sub('', '\n'.join(screen(shown.raw)))))
     rest = [o.strip() for o in warning.sub('', text).split('\n') if not started.search(o)]+sorted(set(warning.findall(text)))
     rest = [re.sub(r'\b\d+:\d\d\b', '', o).strip() for o in rest if not re.search(of_launchers, o)]
     return sorted((re.sub(r' +', ' ', number.sub('#', o)), [float(x) for x in number.findall(o)] if exact else []) for o in rest if o)
