@@ -133,7 +133,7 @@ Modules:
 
 import os,sys
 
-if os.path.basename(sys.argv[0])!='fastdist-check' or '--job' not in sys.argv: # a question to a job that runs, which needs none of it, and no torch
+if os.path.basename(sys.argv[0])!='fastdist-check' or sys.argv[1:2]!=['--job']: # a question to a job that runs, which needs none of it, and no torch
     import accelerate,warnings
     from types import ModuleType
     from torch.nn.parallel import DataParallel, DistributedDataParallel
