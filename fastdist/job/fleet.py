@@ -144,7 +144,7 @@ class Node:
         if self.heard and time.monotonic()-self.heard>silence: self.lose(f'nothing was heard of it for {silence} s')
 
     def answer(self,
-        timeout:float=60 # Seconds
+        timeout:float=300 # Seconds: the first answer comes after an import of torch, which takes minutes from a busy file system
     )->tuple: # Message and bytes
         "Return the agent's next answer; raise `EngineError` if there is none"
         try: msg,data = self.answers.get(timeout=timeout)
