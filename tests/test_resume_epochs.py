@@ -23,9 +23,11 @@ def train(rank, path, ask):
         except Preempted as e: return learn.epoch,e.signum
     return [list(o) for o in learn.recorder.values],[p.detach().clone() for p in learn.model.parameters()]
 
-def test_a_signal_stops_at_the_end_of_its_epoch_though_states_are_due_after_it(tmp_path):
+def test_a_signal_stops_at_the_end_of_an_epoch_though_states_are_due_after_it(tmp_path):
     whole = on_ranks(lambda rank: train(rank, tmp_path/'whole', False), join=False)
-    test_eq(on_ranks(lambda rank: train(rank, tmp_path/'cut', True), join=False), [(1,signal.SIGUSR1)]*2)
+    (epoch,signum),other = on_ranks(lambda rank: train(rank, tmp_path/'cut', True), join=False)
+    assert epoch in (1,2) and signum==signal.SIGUSR1, (epoch,signum) # on a busy machine the wish may reach rank 0 when the epoch has ended
+    test_eq(other, (epoch,signum))
     test_eq(on_ranks(lambda rank: train(rank, tmp_path/'cut', False), join=False), whole)
 
 class Lacking(Callback):

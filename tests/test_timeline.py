@@ -13,7 +13,13 @@ from fastdist.observe.straggler import shown_parts
 from collectives import counting
 from learners import digits
 
-nap = .04*max(1, os.getloadavg()[0]/os.cpu_count()/2) # longer than what busy cores take from a rank by chance, which the more processes run is the more
+least_nap = nap = .04 # longer than what busy cores take from a rank by chance
+
+@pytest.fixture(autouse=True)
+def load():
+    "The more processes run, the more chance takes"
+    global nap
+    nap = least_nap*max(1, os.getloadavg()[0]/os.cpu_count()/2)
 
 class Samples:
     "Digits that take their time on one rank"
@@ -26,7 +32,7 @@ class Samples:
 class Naps(Callback):
     "Sleeps at an event of training, in those steps for which `when` holds"
     run_valid = False
-    def __init__(self, event, secs=nap, when=lambda i: True): setattr(self, event, lambda: time.sleep(secs) if when(self.iter) else None)
+    def __init__(self, event, secs=None, when=lambda i: True): setattr(self, event, lambda: time.sleep(secs or nap) if when(self.iter) else None)
 
 def in_order(secs):
     "A Learner whose every batch of 8 has one sample that takes `secs`"
@@ -116,7 +122,7 @@ def alike(rank, cbs):
     t = quiet(digits(240, bs=8), cbs=[Timeline(),*cbs()])
     return str(t),t.table()
 
-@pytest.mark.parametrize('cbs,where,least', ((lambda: [Naps('after_batch')],'callbacks',nap*1e3), (lambda: [Large()],'transfer',1.)), ids=('naps','transfer'))
+@pytest.mark.parametrize('cbs,where,least', ((lambda: [Naps('after_batch')],'callbacks',least_nap*1e3), (lambda: [Large()],'transfer',1.)), ids=('naps','transfer'))
 def test_no_rank_is_named_where_all_are_alike(cbs, where, least):
     (said,table),_ = on_ranks(partial(alike, cbs=cbs), 2, join=False)
     assert said.startswith('no rank is late'), said
