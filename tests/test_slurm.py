@@ -121,6 +121,7 @@ def test_a_rank_that_is_killed_ends_the_job(cluster):
     trains = lambda: {int(p.stem):int(p.suffix[1:]) for p in Path.cwd().glob('[01].*')}
     await_that(lambda: len(trains())==2)
     os.kill(trains()[1], signal.SIGKILL)
+    await_that(lambda: 'RankError: rank 1 failed:' in text('out'), 15) # ours; the job's end is SLURM's
     how,out = finished(job, cluster, 60)
     assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it ended without a word' in out, out[-3000:]
 
