@@ -6,7 +6,7 @@ here = Path(__file__).parent
 parser = ConfigParser()
 parser.read(here/'settings.ini', encoding='utf-8')
 cfg = parser['DEFAULT']
-extras = {k:cfg[f'{k}_requirements'].split() for k in ('dev','docs','bench','slurm','ray')}
+extras = {k:cfg[f'{k}_requirements'].split() for k in ('dev','docs','bench','ssh','slurm','ray')} # ssh: the system's own, so there is nothing to install
 extras['dev'] += extras['docs']
 
 setup(name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'], author=cfg['author'],

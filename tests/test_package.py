@@ -44,6 +44,7 @@ def test_metadata(wheel):
     test_eq((meta['License-Expression'], meta.get_all('License-File')), ('Apache-2.0', ['LICENSE']))
     assert 'Apache License' in read(wheel, 'licenses/LICENSE') and 'Do not `pip install fastdist`' in meta.get_payload()
     test_eq({o.partition(';')[0].strip() for o in meta.get_all('Requires-Dist') if 'extra' not in o}, set(cfg['requirements'].split()))
+    test_eq({*meta.get_all('Provides-Extra')}, {'dev','docs','bench','ssh','slurm','ray'})
     assert tuple(map(int, cfg['version'].split('.')))>(0,0,1) and f'## {cfg["version"]},' in (top/'CHANGELOG.md').read_text()
 
 def test_commands_lead_somewhere(wheel):
