@@ -199,7 +199,7 @@ def _take_requests(self:Inquiry):
 def _own_answer(self:Inquiry):
     w,now = self.watchdog,time.monotonic()
     at = w.standing(now)
-    return answer_of(sys._current_frames().get(self.control.ident), at and at|dict(idle=now-w.moved if w.fits else None), self.control.world)
+    return answer_of(frame_of(self.control.ident), at and at|dict(idle=now-w.moved if w.fits else None), self.control.world)
 
 @patch
 def _report_alone(self:Inquiry):

@@ -75,14 +75,14 @@ def look(self:Watchdog, now):
 @patch
 def _endurance(self:Watchdog):
     "Return the seconds that the main thread has to raise an error: more in a long call than in a collective whose connections broke"
-    frame = sys._current_frames().get(self.control.ident)
+    frame = frame_of(self.control.ident)
     if not frame or not is_waiting(frame): return max(10, self.control.patience)
     return 60. if module_of(frame).startswith('torch.autograd') else 15. # a backward pass may compute
 
 # %% ../../nbs/108_comm.watchdog.ipynb #fb84fe78
 @patch
 def _check_progress(self:Watchdog, now):
-    frame = sys._current_frames().get(self.control.ident) if now-self.moved>self.control.patience else None
+    frame = frame_of(self.control.ident) if now-self.moved>self.control.patience else None
     if not frame: return
     if is_waiting(frame): self.control.tell_rank0('waits', gen=self.control.faults.generation, where=f'{self.where()}{in_callback(frame)}')
     elif self.fits or now-self.awaited<3: self._blame_myself(now, frame) # outside of a fit nothing adds to `beat`
@@ -116,7 +116,7 @@ def standing(self:Watchdog,
     now:float # `time.monotonic()`
 )->dict: # As from `exchanges.report`, with the generation, the place in the training loop and its description; `None` where there is no main thread
     "Return the report of this process's main thread"
-    frame = sys._current_frames().get(self.control.ident)
+    frame = frame_of(self.control.ident)
     if frame is None: return
     res = report(self.control.votes.exchanges, frame, now, self.moved)
     if res['kind']: self.waits_since = None
