@@ -58,7 +58,8 @@ def places(check, count):
     device = 'cuda' if count else 'cpu'
     if check.kind=='one': return {'one process':(1,device,'gloo')}
     if check.kind=='group': return {'one rank, NCCL' if count else 'one rank, gloo':(1,device,'nccl' if count else 'gloo')}
-    several = {f'{count} ranks, NCCL':(count,device,'nccl')} if count>1 else {}
+    n = 2 if count==1 and os.environ.get('NCCL_MULTI_RANK_GPU_ENABLE')=='1' else count # from NCCL 2.30 on
+    several = {f'{n} ranks, NCCL':(n,device,'nccl')} if n>1 else {}
     return {'2 ranks on a GPU, gloo' if count else '2 CPU ranks':(2,device,'gloo')}|several
 
 def machine(count):

@@ -47,7 +47,7 @@ class Place:
     "Where one process of a check runs; it is told of its job by `job`, so that what comes before runs as one process would"
     def __init__(self, rank=0, size=1, device='cpu', backend='gloo', folder='.', port=0, stage=0):
         store_attr()
-        self.folder,index = Path(folder),rank if backend=='nccl' else 0
+        self.folder,index = Path(folder),rank%torch.cuda.device_count() if backend=='nccl' and device=='cuda' else 0
         self.device = torch.device(device, index) if device=='cuda' else torch.device(device)
         if device=='cuda': self._be_exact()
         self.options = dict(kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=60))]) if size>1 else {}
@@ -112,7 +112,9 @@ def learner(at, parts, bn=True, drop=0., bs=24, n=101, opt=SGD, loss=None, **kw)
 def quiet(learn):
     with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()): yield learn
 
-def whole(t): return t.full_tensor() if hasattr(t, 'full_tensor') else t
+def whole(t):
+    "All values of `t`, also where it is in shards: `full_tensor` ends the process where gloo has tensors of a GPU (torch 2.11)"
+    return torch.cat(gather_objs(t.to_local().cpu())) if hasattr(t, 'to_local') else t
 
 def outcome(learn):
     "Weights and buffers, losses and metrics, and predictions"
@@ -149,6 +151,11 @@ class IsDirect(Callback):
 def weights_losses_metrics(at):
     "Batch norm, momentum, a ragged end, predictions in order"
     return law(at, opt=partial(SGD, mom=.9))
+
+@check('ranks')
+def batch_norm_of_ranks_without_samples(at):
+    "A last batch of one sample: what the other ranks compute only to make the step counts for nothing"
+    return law(at, n=97)
 
 @check('ranks')
 def each_optimizer(at):
@@ -198,7 +205,7 @@ def parameters_of_the_loss(at):
 def learning_rate_search(at):
     "`lr_find`: the same curve, and everything put back"
     def search(learn):
-        before = [p.detach().clone() for p in learn.model.parameters()]
+        before = [p.detach().clone() for p in learn.model.to(at.device).parameters()]
         learn.lr_find(num_it=12, show_plot=False)
         assert all(map(torch.equal, before, learn.model.parameters()))
         curves.append(torch.tensor([float(o) for o in learn.recorder.losses]).double())
@@ -236,6 +243,97 @@ def ranks_that_differ(at):
         except DesyncError as e: assert 'head.bias' in str(e), e
         else: raise AssertionError('no DesyncError')
     return 'DesyncError names it'
+
+# One seed
+
+class Recurrent(nn.Module):
+    def __init__(self, cls):
+        super().__init__()
+        self.rnn,self.out = cls(8, 12, 2, dropout=.4, batch_first=True),nn.Linear(12, 10)
+    def forward(self, x): return self.out(self.rnn(x[:,0])[0].mean(1))
+
+class Encoder(nn.Module):
+    "Attention with dropout, by a kernel that draws inside where it is not under a seed"
+    def __init__(self):
+        super().__init__()
+        self.layer,self.out = nn.TransformerEncoderLayer(8, 2, 16, .2, batch_first=True),nn.Linear(64, 10)
+    def forward(self, x): return self.out(self.layer(x[:,0]).flatten(1))
+
+class Noise(Callback):
+    "Noise on the device for each sample, by torch's generator there and by one of its own, and for the batch"
+    def before_fit(self): self.g = torch.Generator(self.dls.device)
+    def before_batch(self):
+        x = self.x
+        if self.training: self.learn.xb = (x+.1*torch.randn_like(x)*torch.rand((), device=x.device)+.1*torch.rand(x.shape, device=x.device, generator=self.g),)
+    def after_pred(self): self.learn.pred = self.pred*(1+.01*torch.normal(0., torch.ones_like(self.pred)))
+
+def conv(layer): return nn.Sequential(nn.Conv2d(1, 6, 3, 2), layer, nn.Flatten(), nn.Linear(54, 10))
+
+def seeded(at, model, tol=1e-5, cbs=noop, shard=False):
+    "Check that ranks with `seed=42` compute what one process with it computes"
+    def run(ranks):
+        learn = learner(at, at.size if ranks else 1)
+        set_seed(3)
+        learn.model = model().to(at.device)
+        learn.add_cbs(L(cbs()))
+        with at.job(learn, seed=42, **(dict(shard=True) if shard else {})) if ranks else learn.distrib_ctx(seed=42), quiet(learn):
+            fit(learn)
+            return outcome(learn)
+    d = [off(a, b) for a,b in zip(run(True), run(False))]
+    assert max(d)<=tol, 'weights, reports and predictions differ by '+', '.join(f'{o:.2g}' for o in d)+f'; {tol:g} allowed'
+    return f'{max(d):.1g}'
+
+dropouts = dict(Dropout=nn.Dropout, Dropout2d=nn.Dropout2d, AlphaDropout=nn.AlphaDropout, FeatureAlphaDropout=nn.FeatureAlphaDropout, RReLU=nn.RReLU)
+sequences = dict(lstm=partial(Recurrent, nn.LSTM), gru=partial(Recurrent, nn.GRU), rnn=partial(Recurrent, nn.RNN), encoder=Encoder)
+
+@check('ranks', secs=200)
+def seeded_dropout(at):
+    "With `seed=` each kind of dropout is that of one process"
+    return ', '.join(f'{k} {seeded(at, lambda: conv(f()))}' for k,f in dropouts.items())
+
+@check('ranks', secs=200)
+def seeded_sequences(at):
+    "Recurrent layers and attention, whose kernels draw inside"
+    return ', '.join(f'{k} {seeded(at, f, 1e-4)}' for k,f in sequences.items())
+
+@check('ranks', secs=150)
+def seeded_noise(at):
+    "Numbers that a callback draws on the device"
+    return seeded(at, lambda: conv(nn.Dropout()), cbs=Noise)
+
+@check('ranks', secs=150)
+def seeded_in_shards(at):
+    "Dropout of a model in shards"
+    return seeded(at, lambda: Net(False, .3), 1e-4, shard=True)
+
+@check('ranks', cuda=True, secs=200)
+def seeded_in_half_precision(at):
+    "Under autocast, with its scaler"
+    return ', '.join(f'{k} {seeded(at, f, 3e-2, MixedPrecision)}' for k,f in dict(dropout=lambda: Net(False, .3), encoder=Encoder).items())
+
+@check('ranks', cuda=True, secs=240)
+def seeded_and_compiled(at):
+    "What `torch.compile` makes of dropout"
+    return seeded(at, lambda: torch.compile(Net(False, .3)), 1e-4)
+
+@check('ranks', secs=150)
+def audit(at):
+    "One process and all ranks make the first steps, from the same random states of the device"
+    learn = learner(at, at.size, bn=False, drop=.3)
+    with at.job(learn, seed=42, audit=3), quiet(learn): learn.fit(1, .02)
+    assert learn.audit.ok, str(learn.audit)
+    return str(learn.audit).strip().splitlines()[0]
+
+@check('ranks', secs=150)
+def audit_of_what_differs(at):
+    "A weight that one rank changes is found"
+    learn = learner(at, at.size, bn=False)
+    class Shift(Callback):
+        def after_pred(self):
+            if self.training and at.rank: self.learn.pred = 1.3*self.pred
+    with at.job(learn, audit=3), quiet(learn): learn.fit(1, .02, cbs=Shift())
+    assert not learn.audit.ok, str(learn.audit)
+    return str(learn.audit).strip().splitlines()[0]
 
 # Errors
 
@@ -546,11 +644,11 @@ class Stop(Callback):
     def after_batch(self):
         if self.epoch==1 and self.iter==2: raise SystemExit(3)
 
-def _resumed(at):
+def _resumed(at, **ctx):
     "In three lives: undisturbed; stopped; gone on, and compared to the bit"
     learn = learner(at, at.size, drop=.3, opt=Adam)
     cbs = [Checkpoint(at.folder/'states', every=2, minutes=None)]*(at.stage>0)+[Stop()]*(at.stage==1)
-    with suppress(SystemExit), at.job(learn), quiet(learn): learn.fit_one_cycle(3, .01, cbs=cbs)
+    with suppress(SystemExit), at.job(learn, **ctx), quiet(learn): learn.fit_one_cycle(3, .01, cbs=cbs)
     if at.stage==1: return 'stopped'
     now,was = (learn.model.state_dict(),[float(o) for o in learn.recorder.losses],learn.recorder.values),at.folder/f'whole{at.rank}.pt'
     if not at.stage: return torch.save(now, was) or 'undisturbed'
@@ -568,6 +666,11 @@ def resume(at):
 def resume_on_ranks(at):
     "The same on ranks"
     return _resumed(at)
+
+@check('ranks', stages=3, secs=150)
+def resume_in_shards(at):
+    "The same in shards, with a seed: states of tensors that are in parts on the device"
+    return _resumed(at, shard=True, seed=42)
 
 # The timeline
 
@@ -620,9 +723,8 @@ def distribute_after_the_device_was_used(at):
     return f'{n} ranks on {places[0]} over {places[1]}, and home on {at.device}'
 
 def _as_many(at):
-    "Two ranks: on devices of their own, or over gloo on one"
-    if at.device.type=='cpu': return 2,dict(env={})
-    return (2,dict(env={})) if torch.cuda.device_count()>1 else (2,dict(backend='gloo', env=dict(DEFAULT_GPU='0')))
+    "Two ranks, on devices of their own; one where there is one device"
+    return (1 if torch.cuda.device_count()==1 else 2),dict(env={})
 
 @check('one', cuda=True, secs=150)
 def notebook_launcher_after_the_device_was_used(at):
@@ -653,7 +755,7 @@ def more_ranks_than_devices(at):
     "An error that counts them"
     n = torch.cuda.device_count()+1
     out = _command('--nprocs', str(n), rc=1)
-    assert f'asks for CUDA device {n-1}, but found {n-1}' in out, out[-2000:]
+    assert f'this machine has {n-1} GPU' in out and 'Traceback' not in out, out[-2000:]
     return 'named'
 
 # Ratios

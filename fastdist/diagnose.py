@@ -247,6 +247,8 @@ def diagnose(
     if audit is not None: return audit_script(audit, script, nprocs or 2)
     run = import_module('fastdist.diagnose').check_job # which other processes find, unlike one in __main__
     if hosts: run = on_hosts(run, hosts.split(','), nprocs)
-    elif (nprocs or 1)>1 and World.from_env().size==1: run = Accelerator(nprocs=nprocs).distribute(run)
+    elif (nprocs or 1)>1 and World.from_env().size==1:
+        try: run = Accelerator(nprocs=nprocs).distribute(run)
+        except OptionError as e: sys.exit(f'fastdist-check: {e}')
     return run(nprocs, timeout, shard=shard)
 

@@ -1,7 +1,8 @@
 "All that a change has to pass: each room as a test, the site, and pytest. `python tests`"
-import subprocess,sys
+import os,subprocess,sys
 from pathlib import Path
 
+os.environ['CUDA_VISIBLE_DEVICES'] = '' # ranks of tests are CPU ranks, also where there are GPUs
 here = Path(__file__).parent.parent
 
 def start(cmd, *args):

@@ -11,6 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 gc.disable() # until all is imported, which makes little garbage and a million objects to look at
 os.environ.setdefault('OMP_NUM_THREADS', '1')
+os.environ['CUDA_VISIBLE_DEVICES'] = '' # as in `__main__`
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None) # or each new process compiles fastdist again
 sys.dont_write_bytecode = False
 metadata.entry_points = cache(metadata.entry_points) # or each rank's first process group searches all packages for a backend

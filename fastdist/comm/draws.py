@@ -22,7 +22,7 @@ __all__ = ['drawing_ops', 'rule_of', 'shape_for', 'pattern_of', 'site', 'line_no
 # %% ../../nbs/116_comm.draws.ipynb #c1f9be13
 import os,sys,torch,warnings,numpy as np
 from collections import Counter
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,nullcontext
 from functools import cache
 from weakref import WeakSet
 from fastcore.all import *
@@ -348,10 +348,21 @@ def _permutation(d, op, plain, n, *, generator=None, out):
     return plain(n, generator=generator, out=out)
 
 # %% ../../nbs/116_comm.draws.ipynb #6d9018a7
+@cache
+def _parameters(op): return {o.name:(i,o.default_value) for i,o in enumerate(torch._C._get_schema(f'aten::{op.partition(".")[0]}', op.partition('.')[2]).arguments)}
+
+def _drops(op, args, kw):
+    "Return whether a call of `op` draws: one that is for a dropout does where it drops anything"
+    def of(name):
+        i,default = ps[name]
+        return kw.get(name, args[i] if i<len(args) else default)
+    ps = _parameters(op)
+    p = next((of(o) for o in ('dropout','dropout_p') if o in ps), 1)
+    return p>0 and ('train' not in ps or of('train'))
+
 def _refused(d, op, plain, *args, **kw):
-    p = [v for k,v in kw.items() if k.startswith('dropout')]+[v for v in args if isinstance(v, float) and 0<v<1]
-    if d.at[1]==d.at[2] or 'scaled_dot_product' in op and not any(p): return plain(*args, **kw)
-    raise SeedError(f'You set a seed, and {line_now()} draws by {op}, whose numbers cannot be cut to the rows of a rank', 'dropout outside of the fused kernel, or torch.nn.attention.sdpa_kernel(SDPBackend.MATH)')
+    if d.at[1]==d.at[2]: return plain(*args, **kw)
+    raise SeedError(f'You set a seed, and {line_now()} draws by {op}, whose numbers cannot be cut to the rows of a rank', 'write it with the operations of torch that it is made of')
 
 # %% ../../nbs/116_comm.draws.ipynb #30364feb
 _filling = 'uniform_ normal_ random_ random_.from random_.to exponential_ cauchy_ log_normal_ geometric_'.split()
@@ -372,8 +383,9 @@ def _default_of(x): return torch.cuda.default_generators[x.device.index or 0] if
 
 def _on_trial(d, plain, x, *args, generator=None, **kw):
     "Note a draw, and take as much of the generator whatever its shape is, so that the draws behind it are the same in a batch of another size"
-    d.note(shape := tuple(getattr(x, 'shape', (x,))), [o for o in args if isinstance(o, int) and not isinstance(o, bool)])
-    g = generator or _default_of(x)
+    shape = tuple(getattr(first(o for o in (x,*args) if isinstance(o, torch.Tensor)), 'shape', (x,)))
+    d.note(shape, [o for o in args if isinstance(o, int) and not isinstance(o, bool)])
+    g = generator or _default_of(kw.get('out', x))
     state = g.get_state()
     if generator is not None: kw['generator'] = generator
     again = partial(plain, x.clone() if d.changed and isinstance(x, torch.Tensor) else x, *args, **kw)
@@ -386,10 +398,31 @@ def _taking(d, op, key):
     "Return the function that takes the place of the kernel of `op`"
     kernel,kind = _kernel(f'aten::{op}', key),_kinds.get(op, _refused)
     def draw(keys, *args, **kw):
-        if d.raw or d.at is None and d.notes is None: return kernel.call_boxed(keys, *args, **kw)
+        if d.raw or d.at is None and d.notes is None or kind is _refused and not _drops(op, args, kw): return kernel.call_boxed(keys, *args, **kw)
         if d.notes is not None: return _on_trial(d, partial(kernel.call_boxed, keys), *args, **kw)
         with torch._C.DisableTorchFunctionSubclass(): return kind(d, op, partial(kernel.call_boxed, keys), *args, **kw)
     return torch.compiler.disable(draw) if 'torch._dynamo' in sys.modules else draw # or what runs between two compiled parts is compiled too
+
+# %% ../../nbs/116_comm.draws.ipynb #d6fa912e
+_fused = 'scaled_dot_product_attention',*[f'{o}.{k}' for o in ('lstm','gru','rnn_tanh','rnn_relu') for k in ('input','data')]
+
+@contextmanager
+def _in_pieces(op):
+    "Return a context manager in which torch computes `op` by kernels of which each draws or computes"
+    from torch.nn.attention import SDPBackend,sdpa_kernel
+    was = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = was and op==_fused[0]
+    try:
+        with sdpa_kernel(SDPBackend.MATH): yield
+    finally: torch.backends.cudnn.enabled = was
+
+def _apart(d, op, key):
+    "Return the function that takes the place of torch's choice of a kernel for `op`"
+    kernel = _kernel(f'aten::{op}', key)
+    def choose(keys, *args, **kw):
+        draws = not d.raw and (d.at or d.notes is not None) and _drops(op, args, kw)
+        with _in_pieces(op) if draws else nullcontext(): return kernel.call_boxed(keys, *args, **kw)
+    return torch.compiler.disable(choose) if 'torch._dynamo' in sys.modules else choose
 
 # %% ../../nbs/116_comm.draws.ipynb #ed8dabb9
 _installed = WeakSet() # the `StepDraws` that have the place of torch's kernels
@@ -408,6 +441,7 @@ def installed(self:StepDraws,
             for key in keys:
                 for op in drawing_ops(key):
                     if op not in _harmless: lib.impl(op, _taking(self, op, key), key, with_keyset=True)
+                for op in _fused: lib.impl(op, _apart(self, op, f'Autograd{key}'), f'Autograd{key}', with_keyset=True)
         yield self
     finally:
         _installed.discard(self)

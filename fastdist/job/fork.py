@@ -93,7 +93,8 @@ def forked_workers():
 # %% ../../nbs/008_job.fork.ipynb #eef22bd1
 def _be_rank(rank, fn, n, port, path, join, start):
     set_start_method(start, force=True) # for what this rank starts, not how it was started itself
-    env = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=n, MASTER_ADDR='127.0.0.1', MASTER_PORT=port, FASTDIST_STORE=path/'store')
+    env = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=n, MASTER_ADDR='127.0.0.1', MASTER_PORT=port, FASTDIST_STORE=path/'store',
+        ACCELERATE_USE_CPU='true')
     set_env(env)
     torch.set_num_threads(1)
     if join: setup_distrib()

@@ -174,7 +174,7 @@ def check_nprocs(
     if not here: return
     n = torch.cuda.device_count()
     if compute_setup=='gpu' and not n: raise OptionError('compute_setup', 'gpu', 'no GPU was found here. HINT: \'auto\' takes the CPU then')
-    if compute_setup!='cpu' and 0<n<nprocs: raise OptionError('nprocs', nprocs, f'{n} GPUs were found. HINT: at most {n} ranks, or compute_setup=\'cpu\'')
+    if compute_setup!='cpu' and 0<n<nprocs: raise OptionError('nprocs', nprocs, f'this machine has {n} GPU{"s"*(n>1)}. HINT: at most one rank a GPU, or compute_setup=\'cpu\'')
 
 # %% ../../nbs/009_job.options.ipynb #8feaeb42
 def check_backend(

@@ -28,20 +28,26 @@ from ..comm.collectives import *
 _BatchNorm,_InstanceNorm = map(private, ('torch.nn.modules.batchnorm:_BatchNorm','torch.nn.modules.instancenorm:_InstanceNorm'))
 
 # %% ../../nbs/503_parallel.norms.ipynb #66d20e7f
+def _moments(x, n):
+    "Return mean and sum of squared deviations of each channel of `x`, of which there are `n` values"
+    if x.is_cuda: # in float32 for halves, too
+        mean,inv = torch.batch_norm_stats(x, 1e-5)
+        return mean,n*(inv.pow(-2)-1e-5).clamp(min=0)
+    dims = [d for d in range(x.ndim) if d!=1]
+    mean = x.mean(dims)
+    return mean,(x-_per_channel(mean, x)).square().sum(dims)
+
 def group_stats(
     x:torch.Tensor, # Shape `(n, channels, ...)`; `n` may differ between ranks
     padding:bool=False # Whether `x` is only there so that this rank takes part, and counts for nothing
 )->tuple: # Mean and biased variance of shape `(channels,)`, count
     "Return mean, variance and count of each channel of `x` over all ranks; one all-gather"
-    dims = [d for d in range(x.ndim) if d!=1]
-    if padding: x = x[:0]
-    n = x.numel()//x.shape[1]
-    mean = x.mean(dims) if n else x.new_zeros(x.shape[1])
-    dev = (x-_per_channel(mean, x)).square().sum(dims)
-    mine = torch.cat([mean, dev, x.new_tensor([n])])
-    all_ = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_, mine)
-    return combine(torch.stack(all_))
+    n,c = 0 if padding else x.numel()//x.shape[1],x.shape[1]
+    mean,dev = _moments(x, n) if n else torch.zeros(2, c, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    mine = torch.cat([mean, dev, mean.new_full((1,), n)])
+    all_ = mine.new_empty(dist.get_world_size()*(2*c+1))
+    dist.all_gather_into_tensor(all_, mine)
+    return combine(all_.view(-1, 2*c+1))
 
 # %% ../../nbs/503_parallel.norms.ipynb #d45cda70
 def combine(
@@ -57,43 +63,61 @@ def combine(
 def _per_channel(t, x): return t.view(1, -1, *[1]*(x.ndim-2))
 
 # %% ../../nbs/503_parallel.norms.ipynb #f57b9eb1
+def _dense(x):
+    "Return `x` in a layout that the kernels know"
+    dense = any(x.ndim==n and x.is_contiguous(memory_format=o) for n,o in ((4,torch.channels_last),(5,torch.channels_last_3d)))
+    return x if dense else x.contiguous()
+
 class _GroupNormalise(Function):
-    "Batch norm of a CPU tensor with the statistics of all ranks"
+    "Batch norm with the statistics of all ranks"
     @staticmethod
     def forward(ctx, x, w, b, eps, padding):
+        x = _dense(x)
         mean,var,n = group_stats(x, padding)
-        ctx.save_for_backward(x, w, mean, (var+eps).rsqrt(), n)
+        ctx.save_for_backward(x, w, mean, inv := (var+eps).rsqrt(), n)
         ctx.mark_non_differentiable(mean, var, n)
         ctx.padding = padding
-        return F.batch_norm(x, mean, var, w, b, False, 0., eps),mean,var,n
+        y = torch.batch_norm_elemt(x, w, b, mean, inv, eps) if x.is_cuda else F.batch_norm(x, mean, var, w, b, False, 0., eps)
+        return y,mean,var,n
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *_):
         x,w,mean,inv,n = ctx.saved_tensors
-        dims = [d for d in range(x.ndim) if d!=1]
-        xhat = (x-_per_channel(mean, x))*_per_channel(inv, x)
-        sums = torch.stack([dy.sum(dims), (dy*xhat).sum(dims)])
-        db,dw = sums.clone()
-        dist.all_reduce(sums)
-        sdy,sdyx = [_per_channel(o, x) for o in sums/n]
-        scale = inv if w is None else inv*w
-        dx = torch.zeros_like(x) if ctx.padding else (dy-sdy-xhat*sdyx)*_per_channel(scale, x) # the mean does not depend on padding
+        dx,dw,db = (_backward_cuda if x.is_cuda else _backward)(_dense(dy), x, w, mean, inv, n)
+        if ctx.padding: dx = torch.zeros_like(x) # the mean does not depend on padding
         return dx, None if w is None else dw, None if w is None else db, None, None
+
+# %% ../../nbs/503_parallel.norms.ipynb #35f20a1e
+def _backward(dy, x, w, mean, inv, n):
+    "Return gradients of `x`, `w` and the bias"
+    dims = [d for d in range(x.ndim) if d!=1]
+    xhat = (x-_per_channel(mean, x))*_per_channel(inv, x)
+    sums = torch.stack([dy.sum(dims), (dy*xhat).sum(dims)])
+    db,dw = sums.clone()
+    dist.all_reduce(sums)
+    sdy,sdyx = [_per_channel(o, x) for o in sums/n]
+    return (dy-sdy-xhat*sdyx)*_per_channel(inv if w is None else inv*w, x),dw,db
+
+def _backward_cuda(dy, x, w, mean, inv, n):
+    "Return what `_backward` does, by kernels of torch"
+    *sums,dw,db = torch.batch_norm_backward_reduce(dy, x, mean, inv, w, True, True, True)
+    dist.all_reduce(sums := torch.cat(sums))
+    return torch.batch_norm_backward_elemt(dy, x, mean, inv, w, *sums.chunk(2), n.to(torch.int32).view(1)),dw,db
 
 # %% ../../nbs/503_parallel.norms.ipynb #c633d79c
 class _Sync(nn.SyncBatchNorm):
     "Batch norm that counts the samples of all ranks in training; its evaluation stays that of its own class"
-    process_group,padding = None,False
+    process_group,padding,alone = None,False,False # `padding`: whether the batch only makes the step; `alone`: whether no other rank has samples
 
     def forward(self, x):
         "Normalise `x`, in training with the statistics of all ranks"
-        if x.device.type!='cpu': return super().forward(x)
         if not self.training: return _BatchNorm.forward(self, x)
-        y,mean,var,n = _GroupNormalise.apply(x if x.dtype==torch.float64 else x.float(), self.weight, self.bias, self.eps, self.padding)
-        if self.running_mean is not None: self.num_batches_tracked += 1
-        if n==1: raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}') # as in one process
-        if self.running_mean is not None: self._track(mean, var*n/(n-1).clamp(min=1))
+        if self.alone and x.numel()==x.shape[1]: raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}') # as in one process
+        y,mean,var,n = _GroupNormalise.apply(x if x.is_cuda or x.dtype==torch.float64 else x.float(), self.weight, self.bias, self.eps, self.padding)
+        if self.running_mean is not None:
+            self.num_batches_tracked += 1 # now that all ranks have come here
+            self._track(mean, var*n/(n-1).clamp(min=1))
         return y.to(x.dtype)
 
     @torch.no_grad()
@@ -130,7 +154,7 @@ def unsync_bn(
     "Restore the class of each batch norm in `swaps`; it keeps its statistics"
     for m,old,_ in swaps:
         m.__class__ = old
-        vars(m).pop('padding', None)
+        for o in ('padding','alone'): vars(m).pop(o, None)
 
 # %% ../../nbs/503_parallel.norms.ipynb #ff3569cd
 def running_norms(
@@ -196,8 +220,9 @@ class Norms:
     ):
         "Weigh running means by `part`; batch norms leave out samples that only make the step"
         self.means.weigh(part)
+        size = this_world().size
         for m,_,new in self.swaps:
-            if new: m.padding = part==0
+            if new: m.padding,m.alone = part==0,part==size
         self.part = part
 
     def share(self,

@@ -25,7 +25,7 @@ from fastai.basics import *
 # %% ../../nbs/603_shard.fsdp_private.ipynb #c78edc5f
 hook_dicts = '_forward_hooks','_forward_pre_hooks','_backward_hooks','_backward_pre_hooks','_state_dict_hooks','_state_dict_pre_hooks','_load_state_dict_pre_hooks','_load_state_dict_post_hooks'
 hook_flags = '_forward_hooks_with_kwargs','_forward_hooks_always_called','_forward_pre_hooks_with_kwargs'
-fsdp_attrs = STATE_KEY,REGISTRY_KEY,'_is_fsdp_managed_module','_fsdp_use_orig_params'
+fsdp_attrs = STATE_KEY,REGISTRY_KEY,'_is_fsdp_managed_module','_fsdp_use_orig_params','_apply'
 
 # %% ../../nbs/603_shard.fsdp_private.ipynb #f7c770e7
 def is_fsdp(

@@ -22,7 +22,7 @@ from contextlib import contextmanager,suppress
 from torch.distributed import _composable_state
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule,fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy,FSDPModule,fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from torch.distributed.tensor import DTensor
@@ -156,12 +156,22 @@ def _contiguous(self:Shards, params):
         self.strides.setdefault(p, p.stride())
         p.data = p.data.contiguous()
 
+# %% ../../nbs/604_shard.model.ipynb #70fa11dc
+def _in_place(f, t):
+    "Return `f(t)`; if `t` is in shards `f` may change its type, but not its device"
+    if not isinstance(t, DTensor): return f(t)
+    dtype = f(t.to_local().new_empty(0)).dtype
+    return t if dtype==t.dtype else t.to(dtype)
+
+def _apply_in_place(m, f, recurse=True): return type(m)._apply(m, partial(_in_place, f), recurse)
+
 # %% ../../nbs/604_shard.model.ipynb #2a042006
 @patch
 def _shard(self:Shards, m):
     own = {(id(o),n):p for o in m.modules() for n,p in o._parameters.items()}
     how = self.how | (self.root_how if m is self.model else {})
     with _with_carrier(m, self.carrier if m is self.model else None): fully_shard(m, mesh=self.mesh, **how)
+    if isinstance(how.get('offload_policy'), CPUOffloadPolicy): vars(m)['_apply'] = partial(_apply_in_place, m)
     for o in _records(m):
         p = own.get((id(o._module_info.module),o._module_info.param_name))
         if p is None: continue # the carrier's
