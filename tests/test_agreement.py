@@ -37,6 +37,29 @@ class Opinion(Callback):
     def look(self):
         if self.training and (self.epoch,self.iter,this_world().rank)==(0,self.at,self.rank): raise self.what
 
+class FailsOnOne(Callback):
+    "Fails on one rank, where the others have made the step or have not"
+    def __init__(self, event, rank): setattr(self, event, partial(self.look, rank))
+    def look(self, rank):
+        if self.training and self.iter==1 and this_world().rank==rank: raise ValueError('oops')
+
+@pytest.mark.parametrize('size', (2,3,4))
+@pytest.mark.parametrize('event', ('before_batch','after_pred','after_backward','after_step','after_batch'))
+def test_ranks_go_on_alike_after_an_error(event, size):
+    "They are a step apart then, also in their optimizers and batch norms"
+    def run(rank):
+        set_seed(1)
+        learn = digits(n=110, bs=8, opt_func=Adam)
+        learn.model = nn.Sequential(Flatten(), nn.Linear(64,8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8,10))
+        with learn.no_logging(),learn.no_bar(),learn.distrib_ctx():
+            learn.fit(1, .01)
+            with expect_fail(Exception, 'oops'): learn.fit(1, .01, cbs=FailsOnOne(event, size-1))
+            learn.remove_cbs(L(learn.cbs).filter(lambda o: isinstance(o, FailsOnOne)))
+            learn.fit(1, .01) # compares
+        return [o.tolist() for o in learn.model.state_dict().values()]
+    first,*others = on_ranks(run, size, timeout=60)
+    assert all(o==first for o in others)
+
 cancels = CancelStepException,CancelBackwardException,CancelBatchException,CancelTrainException,CancelEpochException,CancelFitException
 spots = [(CancelStepException,'before_step'), (CancelBackwardException,'before_backward')] + [(c, e) for c in cancels[2:] for e in ('before_batch','after_loss','after_backward')]
 

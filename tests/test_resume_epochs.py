@@ -15,7 +15,7 @@ class Ask(Callback):
     def after_batch(self):
         if not self.training or self.epoch!=1: return
         if rank_distrib() and self.iter==1: os.kill(os.getpid(), signal.SIGUSR1)
-        if not rank_distrib() and self.iter==3: await_that(self._heard, 30)
+        if not rank_distrib() and self.iter==2: await_that(self._heard, 30)
 
     def _heard(self):
         steps = control_connection().part(StepAgreement)

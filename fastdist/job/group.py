@@ -187,6 +187,7 @@ class Membership:
         world:World # This process's world
     ):
         self.world,self.joined,self.connections,self.undo = world,False,{},ExitStack()
+        self.overtaken = False # whether the GPU had work that waits for an exchange when that was broken
 
     def join(self,
         timeout:timedelta=None, # Of collectives; torch's default where `None`
@@ -262,10 +263,24 @@ def _watch_new_groups(self:Membership):
 @patch
 def cut(self:Membership):
     "Break the connections of all process groups of this process, so that ranks that wait in their collectives raise an error"
+    self.settle()
     for fd,inode in set(self.connections.items()) & set(sockets().items()): _break(fd, inode)
     for group in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError): group._get_backend(torch.device('cuda')).abort()
 
+# %% ../../nbs/006_job.group.ipynb #cf1d61be
+@patch
+def settle(self:Membership,
+    secs:float=0. # To wait for the GPU
+):
+    "Note in `overtaken` if this rank's GPU is not done with what it was given; on the CPU nothing runs ahead"
+    device,end = self.world.device,time.monotonic()+secs
+    if device.type!='cuda': return
+    with torch.cuda.device(device): (done := torch.cuda.Event()).record(torch.cuda.default_stream(device))
+    while not done.query() and time.monotonic()<end: time.sleep(.01)
+    self.overtaken = self.overtaken or not done.query()
+
+# %% ../../nbs/006_job.group.ipynb #2baf3a7c
 @patch
 def renew(self:Membership):
     "Replace the default group, whose connections were cut, by a new one; all ranks call it"

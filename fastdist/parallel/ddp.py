@@ -21,14 +21,17 @@ __all__ = ['Carrier', 'Buckets', 'BucketOrders', 'is_direct', 'Replicated']
 import torch
 from contextlib import nullcontext
 from inspect import unwrap
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
 from ..base.loans import *
+from ..job.group import *
 from ..job.accelerate import *
 from ..comm.collectives import *
 from ..evaluate.recorder import *
 from ..state.replicas import *
+from ..state.snapshot import *
 from .backward import *
 from .norms import *
 from .layout import *
@@ -137,7 +140,7 @@ class Replicated(Layout):
         exchanges, # The control connection's `Exchanges`
         sync_bn=True # Whether batch norm counts the samples of all ranks
     ):
-        self.live,self.exchanges,self.size = live,exchanges,live.world.size
+        self.live,self.exchanges,self.size,self.group = live,exchanges,live.world.size,None
         self.wrappers,self.norms = Wrappers(self._make),Norms(sync_bn)
         self.forget()
 
@@ -149,6 +152,13 @@ class Replicated(Layout):
         self.trained,self.through,self.carry,self.ones,self.exchanging = None,None,None,None,True
         self.waits = self.bare = self.direct = False
         self.live.forget()
+
+    def renew(self, learn):
+        "Go on from the state of one rank where the process group is another than before"
+        before,self.group = self.group,dist.group.WORLD
+        if before in (None,self.group): return
+        of_one_rank(partial(snapshot, learn, 'model', 'opt'), partial(restore, learn))
+        if owner := group_owner(): owner.overtaken = False
 
     def wrap(self, learn):
         "Use the wrapper of DDP for the parameters that `learn` trains now"

@@ -136,9 +136,17 @@ def enter(self:Sharded, learn):
 
 @patch
 def renew(self:Sharded, learn):
-    "Put the models in shards again where the process group is another than before"
+    "Put the models in shards again where the process group is another than before; what each rank holds whole is that of one rank then"
+    before = self.sharder.group
     self.sharder.renew(learn)
+    if self.sharder.group is not before: of_one_rank(lambda: self.comparable(learn), lambda held: _put_whole(self.comparable(learn), held))
 
+def _put_whole(mine, held):
+    with torch.no_grad():
+        for k in mine.keys() & held.keys():
+            if isinstance(mine[k], Tensor): mine[k].copy_(held[k])
+
+# %% ../../nbs/610_shard.layout.ipynb #3588335d
 @patch
 def leave(self:Sharded, learn, keep=True):
     "Give the Learner its whole models back, or leave it in shards where the plan and `keep` say so"

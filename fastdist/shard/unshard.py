@@ -21,6 +21,7 @@ from fastcore.all import *
 from fastai.basics import *
 from copy import copy
 from torch.distributed.tensor import DTensor
+from ..job.group import *
 from ..comm.collectives import *
 from ..state.serialize import *
 from ..state.dcp import *
@@ -153,9 +154,12 @@ class Unsharder:
     )->tuple: # Parameter, or key of `Shards.kept` -> its values; identity of a state -> its values
         "Return all values, one after the other gathered"
         mine,kept = self.opts.held(learn.opt),self.models.kept()
-        keys,steps = zip(*gather_objs(([*mine, *kept],tuple(self.steps))))
+        keys,steps,apart = zip(*gather_objs(([*mine, *kept],tuple(self.steps),has_overtaken())))
         common = set.intersection(*map(set, keys))
-        if not self.job.world.rank: warn_mixed(steps)
+        if not self.job.world.rank:
+            warn_mixed(steps)
+            if any(apart): warn_overtaken(apart)
+        if owner := group_owner(): owner.overtaken = False
         self.steps[:] = 0,0
         gather = lambda v,p: to(put_together(local(v.detach()), len(p), p.device_mesh.size(-1), dst))
         params = {p:gather(q, q) for s in self.models.values() for p,q in s.params.items()}

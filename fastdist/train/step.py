@@ -82,8 +82,9 @@ class LeanStep:
     _lent = '_set_device','_split','_do_one_batch','_backward'
     def __init__(self,
         learn:Learner, # It has them from `lend` to `take_back`
-        alone=True # Whether nobody else looks at the backward pass
-    ): self.alone,self.learn,self.dls,self.model,self.loss_func,self.loss = alone,learn,None,None,None,None
+        alone=True, # Whether nobody else looks at the backward pass
+        device:torch.device=None # To which batches go; that of the model's first parameter by default
+    ): self.alone,self.device,self.learn,self.dls,self.model,self.loss_func,self.loss = alone,device,learn,None,None,None,None
 
     def lend(self):
         "Lend the methods"
@@ -102,7 +103,7 @@ class LeanStep:
 def _set_device(self:LeanStep, b):
     learn = self.learn
     if self.model is not learn.model or not vars(learn).get('iter'): self.model,self.param = learn.model,next(learn.model.parameters())
-    device = self.param.device
+    device = self.device or self.param.device # parameters that are offloaded are elsewhere
     return b if lies_on(b, device) else to_device(b, device)
 
 @patch

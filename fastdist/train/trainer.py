@@ -34,6 +34,7 @@ from fastai.callback.training import GradientAccumulation
 from ..base.errors import *
 from ..base.loans import *
 from ..job.world import *
+from ..job.group import *
 from ..job.options import *
 from ..job.callbacks import *
 from ..job.fork import *
@@ -152,7 +153,7 @@ _read = 'Each rank reads another value of the same sample. HINT: take classes fr
 def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
     self._events = Events(learn, w.rank, job.line)
-    self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False)
+    self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False, device=w.device if plan and plan.offload else None)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
     self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
     if self.seed is not None:
@@ -197,11 +198,19 @@ def _layout(job, plan, sync_bn, alone):
     return Sharded(job, plan, sync_bn, alone)
 
 # %% ../../nbs/709_train.trainer.ipynb #3e977edb
+def _repair(job, layout):
+    "After an error on GPUs, take the state of a rank that has overtaken no exchange; one whose processes are not all there cannot, and says so"
+    faults,owner = job.line.faults,group_owner()
+    if job.world.device.type!='cuda' or not (faults.failed or faults.trouble): return
+    if job.revive(): layout.renew(job.learn)
+    elif owner and owner.overtaken: warn_overtaken([r==job.world.rank for r in range(job.world.size)])
+
 @patch
 def _return(self:DistributedTrainer):
     if self.entered: self.entered.close()
     if self.step: self.step.take_back()
     super(DistributedTrainer, self)._return()
+    if self.job and self.size>1: _repair(self.job, self.layout)
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
     _hand_over(self.learn)
