@@ -75,6 +75,7 @@ def show(o): print(f'{o["check"]} ({o["where"]}): {o["result"]}, {o.get("seconds
 @call_parse
 def main(
     only:str='', # Regular expression for the names of checks to run; all by default
+    where:str='', # The same for places, such as 'NCCL'
     module:str='gpu_checks', # That registers the checks
     at_once:int=4, # Checks that run beside each other; those that take times run alone, last
     minutes:float=9.5, # After which no further check is begun
@@ -86,7 +87,7 @@ def main(
     checks = import_module(module).checks
     count,end,rows = torch.cuda.device_count(),time.monotonic()+60*minutes,[]
     about = machine(count)
-    todo = [(k,c,where,how) for k,c in checks.items() if re.search(only, k) for where,how in places(c, count).items()]
+    todo = [(k,c,at,how) for k,c in checks.items() if re.search(only, k) for at,how in places(c, count).items() if re.search(where, at)]
     def keep(): save(dict(machine=about, counts=counts(rows), rows=rows), out)
     def run(name, check, where, how):
         late = time.monotonic()>end

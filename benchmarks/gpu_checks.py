@@ -1,6 +1,6 @@
 "What `gpu.py` checks: each a function of its `Place`, that returns a figure, or raises `AssertionError`, or `NotHere`"
 import gc,io,os,signal,subprocess,sys,time,warnings,torch
-from contextlib import contextmanager,nullcontext,redirect_stdout,suppress
+from contextlib import ExitStack,contextmanager,nullcontext,redirect_stdout,suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -69,7 +69,7 @@ class Place:
         "Train `learn` on all ranks inside the context; in one process, as it is"
         if self.size==1: yield learn
         else:
-            with changed_env(**self.vars), learn.distrib_ctx(**self.options, **kwargs): yield learn
+            with changed_env(**self.vars), learn.distrib_ctx(**({} if dist.is_initialized() else self.options), **kwargs): yield learn
 
     @contextmanager
     def group(self):
@@ -349,19 +349,27 @@ def interrupt(): signal.raise_signal(signal.SIGINT)
 
 def after_error(at, do, here, expected, **ctx):
     "Let a fit end with an error; the Learner, its memory and the job are then as before, and train on"
-    learn = learner(at, at.size)
+    learn,begun = learner(at, at.size, opt=Adam),Begun()
     with at.job(learn, **ctx), quiet(learn):
         learn.fit(1)
         before,start = at.memory(),time.monotonic()
         try: learn.fit(1, cbs=Oops(do, here))
         except expected as e: text = f'{type(e).__name__}: {e}'
         else: raise AssertionError('the fit went on')
-        secs,left = time.monotonic()-start,at.memory()-before
-        learn.fit(1)
+        secs,left,mine = time.monotonic()-start,at.memory()-before,local_values(learn)
+        learn.fit(1, cbs=begun)
         weights = outcome(learn)[0]
         if at.size>1: assert len({tuple(o.tolist()) for o in gather_objs(weights)})==1, 'ranks have other weights'
+        if at.size>1 and not ctx: text = f'all go on from rank {[torch.equal(o, begun.values) for o in gather_objs(mine)].index(True)}; {text}'
     assert weights.isfinite().all() and left<=2**16, f'{left/2**20:.1f} MiB more than before'
-    return f'after {secs:.1f} s, {left/2**20:.2f} MiB more than before',text
+    return f'after {secs:.1f} s, {left/2**20:.2f} MiB more than before{text.partition(";")[0].join(["; ",""]) if text.startswith("all") else ""}',text
+
+def local_values(learn): return torch.cat([getattr(o, '_local_tensor', o).detach().cpu().double().flatten() for o in learn.model.state_dict().values()])
+
+class Begun(Callback):
+    "The values with which a fit begins"
+    def before_batch(self):
+        if self.training and not self.train_iter: self.values = local_values(self.learn)
 
 @check('ranks', secs=150)
 def error_of_one_rank(at):
@@ -704,7 +712,9 @@ def timeline_on_ranks(at):
 
 # Launches
 
-def _where(): return str(this_world().device),dist.get_backend(),torch.ones(3, device=this_world().device).sum().item()
+def _where():
+    w = this_world()
+    return str(w.device),dist.get_backend() if w.size>1 else 'no group',torch.ones(3, device=w.device).sum().item()
 
 @check('one', secs=240)
 def distribute_after_the_device_was_used(at):
@@ -795,32 +805,40 @@ def _fits(at, make, shape, bs, steps):
 def _lean(learn):
     with learn.lean_ctx(): learn.fit(1)
 
-def _ratios(at, runs, rounds=5):
-    "Milliseconds of all steps of each of `runs`, in turn: the median, and its ratio to the first"
-    times = {k:[] for k in runs}
-    for f in runs.values(): f()
+def _ratios(at, runs, steps, rounds=3):
+    "Milliseconds of a step of each of `runs`, in turn, the median of what more steps take: `runs(n)` has functions that make `n` steps"
+    short,long = runs(steps),runs(3*steps)
+    times = {k:[] for k in short}
+    for fs in (short,long):
+        for f in fs.values(): f()
     for _ in range(rounds):
-        for k,f in runs.items(): times[k].append(_timed(at, f, 1))
+        for k in short: times[k].append((_timed(at, long[k], 1)-_timed(at, short[k], 1))/(2*steps))
     base,*_ = ms = [median(o)*1e3 for o in times.values()]
-    return ', '.join(f'{k} {o:.1f} ms ({o/base:.2f})' for k,o in zip(runs, ms))
+    return ', '.join(f'{k} {o:.2f} ms ({o/base:.2f})' for k,o in zip(short, ms))
 
 works = dict(mlp=(mlp,(64,),64,40), cnn=(cnn,(3,32,32),64,20), resnet18=(resnet18,(3,64,64),64,10))
 
+def _of_works(at, runs):
+    chosen = works if at.device.type=='cuda' else dict(mlp=works['mlp'])
+    return '; '.join(f'{k}: '+_ratios(at, partial(runs, *how), steps) for k,(*how,steps) in chosen.items())
+
 @check('one', alone=True, secs=240)
 def ratios(at):
-    "An epoch's steps by hand, with Accelerate, plain fastai and lean, in turn"
-    res = []
-    for k,w in works.items() if at.device.type=='cuda' else [('mlp',works['mlp'])]:
-        learn = _fits(at, *w)
-        with quiet(learn): res.append(f'{k}: '+_ratios(at, _peers(at, *w, noop)|dict(fastai=lambda: learn.fit(1), lean=lambda: _lean(learn))))
-    return '; '.join(res)
+    "A step by hand, with Accelerate, plain fastai and lean, in turn"
+    def runs(*how):
+        learn = _fits(at, *how)
+        def quietly(f):
+            with quiet(learn): f(learn)
+        return _peers(at, *how, noop)|dict(fastai=lambda: quietly(lambda o: o.fit(1)), lean=lambda: quietly(_lean))
+    return _of_works(at, runs)
 
 @check('ranks', alone=True, secs=240)
 def ratios_on_ranks(at):
     "The same on ranks, over the same process group"
-    res,ids = [],[at.device.index] if at.device.type=='cuda' else None
-    for k,w in works.items() if at.device.type=='cuda' else [('mlp',works['mlp'])]:
-        learn = _fits(at, *w)
-        with at.job(learn, sync_bn=False, desync_check=False), quiet(learn):
-            res.append(f'{k}: '+_ratios(at, _peers(at, *w, partial(DistributedDataParallel, device_ids=ids))|dict(fastdist=lambda: learn.fit(1))))
-    return '; '.join(res)
+    ids = [at.device.index] if at.device.type=='cuda' else None
+    with ExitStack() as stack:
+        def runs(*how):
+            learn = _fits(at, *how)
+            for o in (at.job(learn, sync_bn=False, desync_check=False),quiet(learn)): stack.enter_context(o)
+            return _peers(at, *how, partial(DistributedDataParallel, device_ids=ids))|dict(fastdist=lambda: learn.fit(1))
+        return _of_works(at, runs)
