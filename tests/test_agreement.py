@@ -1,5 +1,5 @@
 "How ranks agree, what it costs, and how long they wait"
-import dis,inspect,os,signal,sys,time,traceback,pytest
+import dis,inspect,os,signal,sys,time,traceback,pytest,warnings
 from collections import Counter
 from datetime import timedelta
 from itertools import chain
@@ -8,6 +8,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
+from fastdist.job.group import group_owner
 from fastdist.comm.control import control_connection
 from fastdist.comm.vote import Votes,voting_connection
 from fastdist.comm.watchdog import Watchdog
@@ -59,6 +60,43 @@ def test_ranks_go_on_alike_after_an_error(event, size):
         return [o.tolist() for o in learn.model.state_dict().values()]
     first,*others = on_ranks(run, size, timeout=60)
     assert all(o==first for o in others)
+
+@pytest.mark.replicas
+def test_a_rank_that_is_not_trusted_says_so_where_no_fit_follows():
+    def run(rank):
+        learn = digits(n=110, bs=8)
+        with warnings.catch_warnings(record=True) as ws, expect_fail(Exception, 'oops'), learn.no_logging(), learn.no_bar():
+            warnings.simplefilter('always')
+            with learn.distrib_ctx():
+                try: learn.fit(1, .01, cbs=FailsOnOne('after_step', 1))
+                finally: group_owner().overtaken = rank==0
+        return [str(o.message) for o in ws if 'from a part of a gradient' in str(o.message)]
+    (said,),own = on_ranks(run, timeout=60)
+    assert 'the GPU of rank 0 went on' in said and not own
+
+class Begun(Callback):
+    "The weights with which a fit begins"
+    def before_batch(self):
+        if self.training and not self.train_iter: self.values = [o.tolist() for o in self.model.parameters()]
+
+@pytest.mark.replicas
+@pytest.mark.parametrize('overtaken,source', [((0,),1), ((0,1),2), ((0,1,2),0)])
+def test_ranks_go_on_from_one_that_is_trusted(overtaken, source):
+    "Where others may have made a step from an exchange that was broken, as on GPUs over NCCL; where all may have, there is a warning"
+    def run(rank):
+        learn,begun = digits(n=110, bs=8, opt_func=Adam),Begun()
+        with learn.no_logging(),learn.no_bar(),learn.distrib_ctx(),warnings.catch_warnings(record=True) as ws:
+            warnings.simplefilter('always')
+            with expect_fail(Exception, 'oops'): learn.fit(1, .01, cbs=FailsOnOne('after_step', 2))
+            learn.remove_cbs(L(learn.cbs).filter(lambda o: isinstance(o, FailsOnOne)))
+            with torch.no_grad(): learn.model[-1].bias += rank # what ranks have now differs
+            if rank in overtaken: group_owner().overtaken = True
+            mine = [o.tolist() for o in learn.model.parameters()]
+            learn.fit(1, .01, cbs=begun)
+        return mine,begun.values,any('from a part of a gradient' in str(o.message) for o in ws)
+    res = on_ranks(run, 3, timeout=60)
+    assert all(o[1]==res[source][0] for o in res)
+    test_eq([o[2] for o in res], [len(overtaken)==3,False,False])
 
 cancels = CancelStepException,CancelBackwardException,CancelBatchException,CancelTrainException,CancelEpochException,CancelFitException
 spots = [(CancelStepException,'before_step'), (CancelBackwardException,'before_backward')] + [(c, e) for c in cancels[2:] for e in ('before_batch','after_loss','after_backward')]

@@ -187,7 +187,7 @@ class Membership:
         world:World # This process's world
     ):
         self.world,self.joined,self.connections,self.undo = world,False,{},ExitStack()
-        self.overtaken = False # whether the GPU had work that waits for an exchange when that was broken
+        self.overtaken = False # whether the GPU may have made a step from an exchange that was broken
 
     def join(self,
         timeout:timedelta=None, # Of collectives; torch's default where `None`
@@ -263,20 +263,25 @@ def _watch_new_groups(self:Membership):
 @patch
 def cut(self:Membership):
     "Break the connections of all process groups of this process, so that ranks that wait in their collectives raise an error"
-    self.settle()
+    self.overtaken = self.overtaken or self.runs_ahead
     for fd,inode in set(self.connections.items()) & set(sockets().items()): _break(fd, inode)
     for group in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError): group._get_backend(torch.device('cuda')).abort()
 
 # %% ../../nbs/006_job.group.ipynb #cf1d61be
+@patch(as_prop=True)
+def runs_ahead(self:Membership)->bool:
+    "Return whether this process asks for what is behind an exchange before that is done: gloo waits for it, NCCL does not"
+    return self.joined and 'nccl' in str(self.made_with[1])
+
 @patch
 def settle(self:Membership,
-    secs:float=0. # To wait for the GPU
+    secs:float=1. # To wait at most
 ):
-    "Note in `overtaken` if this rank's GPU is not done with what it was given; on the CPU nothing runs ahead"
-    device,end = self.world.device,time.monotonic()+secs
-    if device.type!='cuda': return
-    with torch.cuda.device(device): (done := torch.cuda.Event()).record(torch.cuda.default_stream(device))
+    "Wait for the GPU of a rank that has failed, in its main thread; note in `overtaken` if it is not done then"
+    if not self.runs_ahead: return
+    end = time.monotonic()+secs
+    (done := torch.cuda.Event()).record()
     while not done.query() and time.monotonic()<end: time.sleep(.01)
     self.overtaken = self.overtaken or not done.query()
 

@@ -214,7 +214,7 @@ def blame(self:Job,
     planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
     if self.line and not planned:
         self.line.faults.failed_here(e)
-        if owner := group_owner(): owner.settle(1.)
+        if owner := group_owner(): owner.settle()
     wait = 2. if isinstance(e, KeyboardInterrupt) else .3 # rank 0 may have to be let out of a collective before it notices its own Ctrl-C
     if self.line and isinstance(e, (Exception,KeyboardInterrupt)) and self.line.faults.as_rank0(wait): everywhere(e)
     raise self._told(e)

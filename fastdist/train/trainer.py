@@ -34,7 +34,6 @@ from fastai.callback.training import GradientAccumulation
 from ..base.errors import *
 from ..base.loans import *
 from ..job.world import *
-from ..job.group import *
 from ..job.options import *
 from ..job.callbacks import *
 from ..job.fork import *
@@ -198,19 +197,12 @@ def _layout(job, plan, sync_bn, alone):
     return Sharded(job, plan, sync_bn, alone)
 
 # %% ../../nbs/709_train.trainer.ipynb #3e977edb
-def _repair(job, layout):
-    "After an error on GPUs, take the state of a rank that has overtaken no exchange; one whose processes are not all there cannot, and says so"
-    faults,owner = job.line.faults,group_owner()
-    if job.world.device.type!='cuda' or not (faults.failed or faults.trouble): return
-    if job.revive(): layout.renew(job.learn)
-    elif owner and owner.overtaken: warn_overtaken([r==job.world.rank for r in range(job.world.size)])
-
 @patch
 def _return(self:DistributedTrainer):
     if self.entered: self.entered.close()
     if self.step: self.step.take_back()
     super(DistributedTrainer, self)._return()
-    if self.job and self.size>1: _repair(self.job, self.layout)
+    if self.job and has_overtaken() and not self.layout.gathers: warn_overtaken([r==self.job.world.rank for r in range(self.size)])
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
     _hand_over(self.learn)
