@@ -61,6 +61,22 @@ def test_ranks_go_on_alike_after_an_error(event, size):
     first,*others = on_ranks(run, size, timeout=60)
     assert all(o==first for o in others)
 
+@pytest.mark.parametrize('join', (False,True), ids=('own','of the process'))
+@pytest.mark.parametrize('size', (2,3))
+def test_ranks_go_on_alike_in_another_context(size, join):
+    "Whether the process group is the context's, or was made before it"
+    def run(rank):
+        learn = digits(n=110, bs=8, opt_func=Adam)
+        with learn.no_logging(),learn.no_bar():
+            with learn.distrib_ctx():
+                learn.fit(1, .01)
+                with expect_fail(Exception, 'oops'): learn.fit(1, .01, cbs=FailsOnOne('after_backward', size-1))
+            learn.remove_cbs(L(learn.cbs).filter(lambda o: isinstance(o, FailsOnOne)))
+            with learn.distrib_ctx(): learn.fit(1, .01)
+        return [o.tolist() for o in learn.model.parameters()],[v.tolist() for p in learn.model.parameters() for v in map(learn.opt.state[p].get, ('grad_avg','sqr_avg'))]
+    first,*others = on_ranks(run, size, timeout=60, join=join)
+    assert all(o==first for o in others)
+
 @pytest.mark.replicas
 def test_a_rank_that_is_not_trusted_says_so_where_no_fit_follows():
     def run(rank):

@@ -187,6 +187,7 @@ class Membership:
         world:World # This process's world
     ):
         self.world,self.joined,self.connections,self.undo = world,False,{},ExitStack()
+        self.broken = False # whether an error has ended the use of the group, so that the next job makes it anew
         self.overtaken = False # whether the GPU may have made a step from an exchange that was broken
 
     def join(self,
@@ -289,6 +290,7 @@ def settle(self:Membership,
 @patch
 def renew(self:Membership):
     "Replace the default group, whose connections were cut, by a new one; all ranks call it"
+    self.broken = False
     self._leave_group()
     self._make_group(*self.made_with)
 

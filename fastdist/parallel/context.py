@@ -147,6 +147,11 @@ class Job:
         self.hooks.append(o)
         hook_events(self.learn, o)
 
+    @property
+    def stopped(self):
+        "Return whether an error has stopped ranks, perhaps at different places, and they have begun nothing together since then"
+        return bool(self.line and (self.line.faults.failed or self.line.faults.trouble))
+
     def close(self):
         "Undo what was done, in reverse order"
         with self.line.faults.shield() if self.line else nullcontext(): self._close()
@@ -168,6 +173,7 @@ def _join(self:Job, how, patience):
     if self.world.size>1: self.line = new.open(max(10, patience)) if new else control_connection()
     if self.own_line and not self.world.rank and (why := _no_signal()): print(why)
     self.member.join(**how)
+    if (owner := group_owner()) and owner.broken: owner.renew()
     if self.own_line: self.line.faults.arm()
 
 @patch
@@ -185,6 +191,7 @@ def _close(self:Job):
     self.learn.remove_cbs(self.helpers)
     if self.world.rank: self.learn.logger = self.logger
     if self.live: self.live.release()
+    if self.stopped and (owner := group_owner()): owner.broken = True # where it is not this job's, and stays
     self.member.leave()
 
 # %% ../../nbs/506_parallel.context.ipynb #04789a41

@@ -154,10 +154,10 @@ class Replicated(Layout):
         self.live.forget()
 
     def renew(self, learn):
-        "Go on from the state of one rank where the process group is another than before"
+        "Go on from the state of one rank after an error: the process group is another than before, or it was in a context before"
         before,self.group = self.group,dist.group.WORLD
-        if before in (None,self.group): return
-        of_one_rank(partial(snapshot, learn, 'model', 'opt'), partial(restore, learn))
+        if before in (None,self.group) and learn not in stopped: return
+        of_one_rank(partial(snapshot, learn, 'model', 'opt'), partial(restore, learn), stopped.pop(learn, False))
         if owner := group_owner(): owner.overtaken = False
 
     def wrap(self, learn):

@@ -198,11 +198,17 @@ def _layout(job, plan, sync_bn, alone):
 
 # %% ../../nbs/709_train.trainer.ipynb #3e977edb
 @patch
+def _note_stop(self:DistributedTrainer):
+    "Note that the context ends after an error, which no fit has followed"
+    stopped[self.learn] = has_overtaken()
+    if stopped[self.learn]: warn_overtaken([r==self.job.world.rank for r in range(self.size)])
+
+@patch
 def _return(self:DistributedTrainer):
     if self.entered: self.entered.close()
     if self.step: self.step.take_back()
     super(DistributedTrainer, self)._return()
-    if self.job and has_overtaken() and not self.layout.gathers: warn_overtaken([r==self.job.world.rank for r in range(self.size)])
+    if self.job and self.job.stopped and not self.layout.gathers: self._note_stop()
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
     _hand_over(self.learn)
