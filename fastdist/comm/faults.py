@@ -165,10 +165,11 @@ def _interfere(self:Faults, now):
     "Interrupt the main thread and abort the process group, half a second or more after the error of another rank was received"
     with self.control.news: # until all is done, the main thread cannot go on to the next generation
         if not self.heard_of or self.failed or now-self.heard_of[2]<_grace: return
-        owner = group_owner() if self.trouble and not self.was_cut else None # a tick later: what gloo is about to begin when its connections break, it may lose
+        owner,later = group_owner(),self.trouble and not self.was_cut # a tick later: what gloo is about to begin when its connections break, it may lose
+        if owner: owner.overtaken = owner.overtaken or owner.runs_ahead
         self.trouble,self.was_cut = self.heard_of[0],bool(self.trouble)
         if self.armed and self.main: self.signal.send(self.control.ident)
-        if owner: owner.cut()
+        if owner and later: owner.cut()
         self.control.news.notify_all()
 
 # %% ../../nbs/105_comm.faults.ipynb #bd07c355

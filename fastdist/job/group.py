@@ -264,7 +264,6 @@ def _watch_new_groups(self:Membership):
 @patch
 def cut(self:Membership):
     "Break the connections of all process groups of this process, so that ranks that wait in their collectives raise an error"
-    self.overtaken = self.overtaken or self.runs_ahead
     for fd,inode in set(self.connections.items()) & set(sockets().items()): _break(fd, inode)
     for group in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError): group._get_backend(torch.device('cuda')).abort()
