@@ -25,6 +25,7 @@ from ..base.errors import *
 from ..job.group import *
 from ..comm.collectives import *
 
+_all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor # the same, called so before torch 2.14
 _BatchNorm,_InstanceNorm = map(private, ('torch.nn.modules.batchnorm:_BatchNorm','torch.nn.modules.instancenorm:_InstanceNorm'))
 
 # %% ../../nbs/503_parallel.norms.ipynb #66d20e7f
@@ -46,7 +47,7 @@ def group_stats(
     mean,dev = _moments(x, n) if n else torch.zeros(2, c, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     mine = torch.cat([mean, dev, mean.new_full((1,), n)])
     all_ = mine.new_empty(dist.get_world_size()*(2*c+1))
-    dist.all_gather_into_tensor(all_, mine)
+    _all_gather(all_, mine)
     return combine(all_.view(-1, 2*c+1))
 
 # %% ../../nbs/503_parallel.norms.ipynb #d45cda70
