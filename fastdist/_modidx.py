@@ -3329,7 +3329,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.shard.layout._WholeNumber.__init__': ( 'shard.layout.html#_wholenumber.__init__',
                                                                                         'fastdist/shard/layout.py'),
                                        'fastdist.shard.layout._of_shards': ('shard.layout.html#_of_shards', 'fastdist/shard/layout.py'),
-                                       'fastdist.shard.layout._put_whole': ('shard.layout.html#_put_whole', 'fastdist/shard/layout.py'),
                                        'fastdist.shard.layout.explain_shards': ( 'shard.layout.html#explain_shards',
                                                                                  'fastdist/shard/layout.py'),
                                        'fastdist.shard.layout.whole_numbers': ( 'shard.layout.html#whole_numbers',

@@ -187,6 +187,7 @@ class Membership:
         world:World # This process's world
     ):
         self.world,self.joined,self.connections,self.undo = world,False,{},ExitStack()
+        self.made = 0 # groups that were made
         self.broken = False # whether an error has ended the use of the group, so that the next job makes it anew
         self.overtaken = False # whether the GPU may have made a step from an exchange that was broken
 
@@ -239,7 +240,7 @@ def _make_group(self:Membership, timeout, backend):
     with changed_env(TORCH_DIST_INIT_BARRIER='1'), self.watching_groups():
         dist.init_process_group(backend, store=store, rank=self.world.rank, world_size=self.world.size, timeout=timeout)
     if getattr(hook, '__name__', '')=='_distributed_excepthook': sys.excepthook = hook # an earlier group's, which names this rank already
-    self.joined,self.made_with = True,(timeout, backend)
+    self.joined,self.made_with,self.made = True,(timeout, backend),self.made+1
     _owners.append(self)
 
 # %% ../../nbs/006_job.group.ipynb #55187252

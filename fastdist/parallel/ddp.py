@@ -140,7 +140,7 @@ class Replicated(Layout):
         exchanges, # The control connection's `Exchanges`
         sync_bn=True # Whether batch norm counts the samples of all ranks
     ):
-        self.live,self.exchanges,self.size,self.group = live,exchanges,live.world.size,None
+        self.live,self.exchanges,self.size,self.nth = live,exchanges,live.world.size,None
         self.wrappers,self.norms = Wrappers(self._make),Norms(sync_bn)
         self.forget()
 
@@ -155,10 +155,11 @@ class Replicated(Layout):
 
     def renew(self, learn):
         "Go on from the state of one rank after an error: the process group is another than before, or it was in a context before"
-        before,self.group = self.group,dist.group.WORLD
-        if before in (None,self.group) and learn not in stopped: return
+        owner = group_owner()
+        before,self.nth = self.nth,owner.made if owner else 0 # the group itself would keep its connections
+        if before in (None,self.nth) and learn not in stopped: return
         of_one_rank(partial(snapshot, learn, 'model', 'opt'), partial(restore, learn), stopped.pop(learn, False))
-        if owner := group_owner(): owner.overtaken = False
+        if owner: owner.overtaken = False
 
     def wrap(self, learn):
         "Use the wrapper of DDP for the parameters that `learn` trains now"

@@ -25,7 +25,6 @@ from ..base.errors import *
 from ..job.group import *
 from ..comm.collectives import *
 
-_all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor # the same, called so before torch 2.14
 _BatchNorm,_InstanceNorm = map(private, ('torch.nn.modules.batchnorm:_BatchNorm','torch.nn.modules.instancenorm:_InstanceNorm'))
 
 # %% ../../nbs/503_parallel.norms.ipynb #66d20e7f
@@ -46,9 +45,9 @@ def group_stats(
     n,c = 0 if padding else x.numel()//x.shape[1],x.shape[1]
     mean,dev = _moments(x, n) if n else torch.zeros(2, c, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     mine = torch.cat([mean, dev, mean.new_full((1,), n)])
-    all_ = mine.new_empty(dist.get_world_size()*(2*c+1))
-    _all_gather(all_, mine)
-    return combine(all_.view(-1, 2*c+1))
+    all_ = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_, mine)
+    return combine(torch.stack(all_))
 
 # %% ../../nbs/503_parallel.norms.ipynb #d45cda70
 def combine(
@@ -114,11 +113,13 @@ class _Sync(nn.SyncBatchNorm):
     def forward(self, x):
         "Normalise `x`, in training with the statistics of all ranks"
         if not self.training: return _BatchNorm.forward(self, x)
-        if self.alone and x.numel()==x.shape[1]: raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}') # as in one process
-        y,mean,var,n = _GroupNormalise.apply(x if x.is_cuda or x.dtype==torch.float64 else x.float(), self.weight, self.bias, self.eps, self.padding)
-        if self.running_mean is not None:
-            self.num_batches_tracked += 1 # now that all ranks have come here
-            self._track(mean, var*n/(n-1).clamp(min=1))
+        x_ = x if x.is_cuda or x.dtype==torch.float64 else x.float()
+        lone = x.is_cuda and self.alone and x.numel()==x.shape[1] # there a question about `n` would wait for the device
+        if not lone: y,mean,var,n = _GroupNormalise.apply(x_, self.weight, self.bias, self.eps, self.padding)
+        if self.running_mean is not None: self.num_batches_tracked += 1 # now that all ranks have come here
+        if lone or not x.is_cuda and n==1: # as in one process
+            raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}')
+        if self.running_mean is not None: self._track(mean, var*n/(n-1).clamp(min=1))
         return y.to(x.dtype)
 
     @torch.no_grad()

@@ -136,15 +136,8 @@ def enter(self:Sharded, learn):
 
 @patch
 def renew(self:Sharded, learn):
-    "Put the models in shards again where the process group is another than before; what each rank holds whole is that of one rank then"
-    before = self.sharder.group
+    "Put the models in shards again where the process group is another than before"
     self.sharder.renew(learn)
-    if self.sharder.group is not before: of_one_rank(lambda: self.comparable(learn), lambda held: _put_whole(self.comparable(learn), held))
-
-def _put_whole(mine, held):
-    with torch.no_grad():
-        for k in mine.keys() & held.keys():
-            if isinstance(mine[k], Tensor): mine[k].copy_(held[k])
 
 # %% ../../nbs/610_shard.layout.ipynb #3588335d
 @patch
