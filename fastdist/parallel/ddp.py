@@ -21,7 +21,6 @@ __all__ = ['Carrier', 'Buckets', 'BucketOrders', 'is_direct', 'Replicated']
 import torch
 from contextlib import nullcontext
 from inspect import unwrap
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
