@@ -326,7 +326,7 @@ def audit(at):
 
 @check('ranks', secs=150)
 def audit_of_what_differs(at):
-    "A weight that one rank changes is found"
+    "What one rank computes otherwise is found"
     learn = learner(at, at.size, bn=False)
     class Shift(Callback):
         def after_pred(self):
@@ -360,9 +360,9 @@ def after_error(at, do, here, expected, **ctx):
         learn.fit(1, cbs=begun)
         weights = outcome(learn)[0]
         if at.size>1: assert len({tuple(o.tolist()) for o in gather_objs(weights)})==1, 'ranks have other weights'
-        if at.size>1 and not ctx: text = f'all go on from rank {[torch.equal(o, begun.values) for o in gather_objs(mine)].index(True)}; {text}'
+        whose = f'; all go on from rank {[torch.equal(o, begun.values) for o in gather_objs(mine)].index(True)}' if at.size>1 and not ctx else ''
     assert weights.isfinite().all() and left<=2**16, f'{left/2**20:.1f} MiB more than before'
-    return f'after {secs:.1f} s, {left/2**20:.2f} MiB more than before{text.partition(";")[0].join(["; ",""]) if text.startswith("all") else ""}',text
+    return f'after {secs:.1f} s, {left/2**20:.2f} MiB more than before{whose}',text
 
 def local_values(learn): return torch.cat([getattr(o, '_local_tensor', o).detach().cpu().double().flatten() for o in learn.model.state_dict().values()])
 

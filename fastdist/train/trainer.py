@@ -197,18 +197,17 @@ def _layout(job, plan, sync_bn, alone):
     return Sharded(job, plan, sync_bn, alone)
 
 # %% ../../nbs/709_train.trainer.ipynb #3e977edb
-@patch
-def _note_stop(self:DistributedTrainer):
-    "Note that the context ends after an error, which no fit has followed"
-    stopped[self.learn] = has_overtaken()
-    if stopped[self.learn]: warn_overtaken([r==self.job.world.rank for r in range(self.size)])
+def _note_stop(job):
+    "Note that the context of replicas ends after an error, which no fit has followed"
+    stopped[job.learn] = has_overtaken()
+    if stopped[job.learn]: warn_overtaken([r==job.world.rank for r in range(job.world.size)])
 
 @patch
 def _return(self:DistributedTrainer):
     if self.entered: self.entered.close()
     if self.step: self.step.take_back()
     super(DistributedTrainer, self)._return()
-    if self.job and self.job.stopped and not self.layout.gathers: self._note_stop()
+    if self.job and self.job.stopped and not self.layout.gathers: _note_stop(self.job)
     if self.layout: self.layout.leave(self.learn)
     if self.job: self.job.close()
     _hand_over(self.learn)
