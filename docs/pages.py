@@ -36,10 +36,20 @@ def run(
     names = '|'.join(re.escape(o.name) for o in todo.values())
     cmd = [str(Path(sys.executable).with_name('nbdev-test')), str(made), '--save', '--n-workers', str(workers), '--file-re', f'^({names})$']
     env = dict(OMP_WAIT_POLICY='passive', FASTDIST_AUDIT='1')|os.environ # threads of notebooks side by side that spin take the cores from each other
-    failed = subprocess.run(cmd, cwd=root, env=env).returncode or any(map(_differs, todo.values()))
-    if not failed: return [_stamp(o).touch() for o in todo.values()]
+    ran = subprocess.run(cmd, cwd=root, env=env, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(ran.stderr)
+    differ = [p.stem for p in todo.values() if _differs(p)]
+    if not (ran.returncode or differ): return [_stamp(o).touch() for o in todo.values()]
     for o in todo.values(): o.unlink()
-    raise RuntimeError(f'A page failed in the build. HINT: run `nbdev-test` on it; one of {sorted(o.stem for o in todo.values())}')
+    raise RuntimeError('\n'.join(['A page failed in the build. HINT: run `nbdev-test` on it', *_failures(ran.stderr), *(f'{o}: the audit found a difference' for o in differ)]))
+
+def _failures(
+    said:str, # By `nbdev-test`: a notebook's error, its path, a line, the traceback and two empty lines
+    lines:int=40 # Of each traceback; what torchrun says at its end is half of that
+)->list:
+    "Return the path of each notebook that failed, and the end of its traceback: CI shows the end of what was printed, and other pages' warnings follow an error"
+    errs = re.findall(r'^\w+ in (\S+\.ipynb):\n=+\n(.*?)(?=\n\n\n|\Z)', said, re.M|re.S)
+    return ['\n'.join([f'{path}:', *tb.splitlines()[-lines:]]) for path,tb in errs]
 
 def _differs(path):
     "Return whether the audit has found a difference in a fit of the notebook at `path`, and print it"
