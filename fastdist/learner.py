@@ -23,6 +23,7 @@ from fastai.basics import *
 from .base.errors import *
 from .base.loans import *
 from .job.world import *
+from .job.fork import *
 from .job.group import *
 from .job.options import *
 from .comm.rank0 import *
@@ -55,8 +56,9 @@ def parallel_ctx(self:Learner,
     device_ids=None # Indices of CUDA devices; all of them by default
 ):
     "Train as `DataParallel` inside the context, which yields the Learner"
-    try: yield self.to_parallel(device_ids)
-    finally: self.detach_parallel()
+    with forked_workers():
+        try: yield self.to_parallel(device_ids)
+        finally: self.detach_parallel()
 
 # %% ../nbs/900_learner.ipynb #9a3f6b12
 @lru_cache(None)

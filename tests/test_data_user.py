@@ -8,6 +8,7 @@ from fastai.basics import *
 from fastai.data.load import SkipItemException
 from fastai.callback.data import WeightedDL,PartialDL
 from fastdist import *
+from fastdist.job.fork import forked_workers
 from fastcore.test import test_eq,test_close
 
 n,g = 75,12
@@ -215,6 +216,7 @@ kinds = dict(default=own(cls=TfmdDL, shuffle=True, drop_last=True), persistent=o
     batch_sampler=lambda bs: TorchLoader(Rows(), batch_sampler=BatchSampler(SubsetRandomSampler(range(n)), bs, True)))
 
 @pytest.mark.parametrize('name', kinds)
+@forked_workers() # in one process too: from Python 3.14 on its data workers would not know what only this process has
 def test_kinds_of_loaders(name): same_as_alone(3 if name in ('default','torch_weighted','batch_sampler') else 2, mk=kinds[name])
 
 def larger(size, learn): train(learn).batch_sampler.batch_size = 24//size

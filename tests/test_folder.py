@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastai.vision.all import *
 from fastcore.test import expect_fail,test_eq
 from fastdist.base.errors import ResumeError
-from fastdist.job.fork import on_ranks
+from fastdist.job.fork import forked_workers,on_ranks
 from fastdist.state import folder
 from fastdist.state.files import record
 from fastdist.state.folder import *
@@ -341,6 +341,7 @@ class Items:
         self.writer.start(lambda: written(States(self.path/str(i)), i))
         return self.writer.wait().about['batch']
 
+@forked_workers()
 def test_data_workers_that_are_forked_while_it_writes(tmp_path):
     writer,n = Writer(),0
     for k in range(2):

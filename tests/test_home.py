@@ -39,6 +39,7 @@ class Boom(Callback):
         if this_world().rank==1: raise ValueError('lost') # the user's own line
 accelerator.distribute(learn.fit)(1, cbs=Boom())
 # %%
+for dl in learn.dls.loaders: dl.fake_l.num_workers = 0 # a fork server cannot have so many tensors
 learn.fit(1)
 """
 

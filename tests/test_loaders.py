@@ -6,6 +6,7 @@ from fastai.basics import *
 from fastai.data.load import SkipItemException
 from fastdist import DistributedDL
 from fastdist.data.loader import StepDL
+from fastdist.job.fork import forked_workers
 import learners
 
 @pytest.mark.parametrize('name', 'vision tabular collab language_model text_classifier'.split())
@@ -47,6 +48,7 @@ def bare(cls=TfmdDL, items=range(12), **kw): return cls(items, bs=3, **kw)
 
 @pytest.mark.parametrize('dl,seen', [(bare(), range(12)), (bare(OwnItem), range(0,24,2)), (bare(OwnCreate), range(100,112)),
     (bare(after_item=lambda o: o+1), range(1,13)), (bare(create_item=lambda s: s+5), range(5,17)), (bare(items=Skipping()), [1,2,4,5,7,8,10,11])])
+@forked_workers() # in one process too: from Python 3.14 on its data workers would not know what only this process has
 def test_items_are_made_as_the_loader_makes_them(dl, seen):
     for workers in (0,1):
         dl.fake_l.num_workers = workers

@@ -85,7 +85,7 @@ class Terminals:
         w = wishes(scripts[name])
         if how=='one' and not w.alone: return
         text = as_one(w.path.read_text(), w.n) if how=='one' else w.path.read_text()
-        job = dict(path=w.path, text=text, n=w.n if how=='fork' and w.start=='ranks' else 0)
+        job = dict(path=w.path, text=text, n=w.n if how=='fork' and w.start=='ranks' else 0, plain=how=='one')
         return self.warm.ask(**job if how in ('fork','one') else dict(cmd=list(map(str, command(how, w.path, w.n))), real=bool(w.fails), timeout=150))
 
     def __call__(self, name, how): return self.shown[name,how].result()

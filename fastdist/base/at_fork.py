@@ -6,6 +6,8 @@ Python offers `os.register_at_fork`, and each room that opens something could ca
 
 So there is one call, and a register of objects that belong to the process which made them. The child closes them, the newest first, and begins with an empty register.
 
+A fork server of `multiprocessing` is inherited too, by its process id, for which a child may not wait: where the parent has started one, each process that the child starts by `forkserver` ends in a `ChildProcessError` (python/cpython#86354). From Python 3.14 on it is how data workers start by default, so a notebook that has read a batch would have ranks that cannot read one. So the child forgets the server and starts one of its own where it needs one.
+
 The first thing of all is about garbage. A store that the head served for an earlier group may be garbage by now, and its destructor joins a thread. Garbage collection in a child would call that destructor, and the
 thread does not exist there. So a child never collects the garbage of its parent."""
 
@@ -15,7 +17,7 @@ thread does not exist there. So a child never collects the garbage of its parent
 __all__ = ['close_in_child']
 
 # %% ../../nbs/003_base.at_fork.ipynb #54311dab
-import gc,os
+import gc,os,sys
 from contextlib import ExitStack
 from operator import methodcaller
 from weakref import WeakKeyDictionary
@@ -32,9 +34,19 @@ def close_in_child(
     _inherited.pop(o, None)
     _inherited[o] = close
 
+def _leave_fork_server():
+    "Forget the fork server that the parent has started"
+    server = getattr(sys.modules.get('multiprocessing.forkserver'), '_forkserver', None)
+    if getattr(server, '_forkserver_pid', None) is None: return
+    os.close(server._forkserver_alive_fd) # the server ends when all that hold this have ended
+    preload = server._preload_modules
+    server.__init__()
+    server.set_forkserver_preload(preload)
+
 def _in_child():
     gc.freeze()
     with ExitStack() as stack: # which goes on after an error
+        stack.callback(_leave_fork_server)
         for o,close in _inherited.items(): stack.callback(close, o)
     _inherited.clear()
 

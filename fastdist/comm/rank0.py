@@ -24,6 +24,7 @@ from fastcore.all import *
 from torch.distributed import DistError
 from ..base.errors import *
 from ..base.loans import *
+from ..job.fork import *
 from ..job.group import *
 from .collective_log import *
 from .control import *
@@ -127,7 +128,7 @@ def rank0_first(
     **kwargs
 ): # This rank's own result
     "Call `func` on rank 0, then on all other ranks at once; an error on rank 0 is raised on all"
-    func,w = partial(func, *args, **kwargs),this_world()
+    func,w = forked_workers()(partial(func, *args, **kwargs)),this_world()
     if w.size==1: return func()
     with _noted(w, 'rank0_first') as (notes,key):
         if local: key += f'/node {w.node_rank}'

@@ -98,7 +98,7 @@ def _be_rank(rank, fn, n, port, path, join, start):
     set_env(env)
     torch.set_num_threads(1)
     if join: setup_distrib()
-    res = fn(rank)
+    with forked_workers(): res = fn(rank)
     if join: teardown_distrib()
     write(res, path/str(rank), ByName)
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import wraps,lru_cache
 from ipaddress import ip_address
+from multiprocessing import current_process
 from random import SystemRandom
 from torch import distributed as dist
 from torch.distributed import PrefixStore,distributed_c10d
@@ -105,6 +106,8 @@ def job_store(
     w:World # This process's world, `w.size` > 1
 )->PrefixStore: # The prefix keeps keys of fastdist apart from others
     "Return the key-value store that all ranks of the job share; a process group is not needed"
+    if getattr(current_process(), '_inheriting', False): raise WorldError(f"You start processes from a script without a guard: `multiprocessing` runs it once more for them, and it would join the job as a second rank {w.rank}. "
+        "HINT: put what runs once below `if __name__=='__main__':`, or call `multiprocessing.set_start_method('fork')` first")
     if 'FASTDIST_STORE' in os.environ: return PrefixStore('fastdist', dist.FileStore(os.environ['FASTDIST_STORE']))
     if not w.master_addr or not w.master_port:
         if dist.is_initialized(): return PrefixStore('fastdist', dist.distributed_c10d._get_default_store())

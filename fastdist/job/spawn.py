@@ -210,8 +210,8 @@ _room = World.__module__.rpartition('.')[0]+'.spawn' # this module: a notebook's
 def is_server(
     args:list # Arguments with which Python was started
 )->bool:
-    "Return whether `args` start a fork server of `multiprocessing`"
-    return any('from multiprocessing.forkserver import main' in o for o in args)
+    "Return whether this process is a fork server of `multiprocessing`, and none of those that a server has started, which have its `args` too"
+    return any('from multiprocessing.forkserver import main' in o for o in args) and import_module('multiprocessing.forkserver').get_inherited_fds() is None
 
 if is_server(sys.orig_argv): atexit.register(os._exit, 0) # a second of torch's finalizers, with nothing to put back, would outlast the script
 

@@ -1,7 +1,7 @@
 """Python reads this as it starts, in processes that tests start: nobody looks for garbage among what is imported, neither meanwhile nor at the end
 
 That is a third of what a process costs that imports torch and fastai and does little. What a script makes is collected as ever."""
-import gc,sys
+import atexit,gc,sys
 from functools import wraps
 from importlib.machinery import PathFinder
 
@@ -12,7 +12,9 @@ def _quiet(load, freeze):
         gc.disable()
         try: load(module)
         finally:
-            if freeze: gc.freeze()
+            if freeze:
+                gc.freeze()
+                atexit.register(gc.unfreeze) # or nanobind tells of leaks
             if on: gc.enable()
     return _f
 

@@ -2,7 +2,7 @@
 
 A person's terminal is a pty. Ranks are forked from a process that has imported what scripts import, but not fastdist, and stand there as torchrun would have started them:
 that costs a second, where launchers take many. What is still running when the script has ended is found, since orphans come home to who started it."""
-import atexit,gc,os,psutil,pty,random,re,resource,runpy,select,shutil,signal,struct,sys,tempfile,termios,threading,time,warnings
+import atexit,gc,multiprocessing,os,psutil,pty,random,re,resource,runpy,select,shutil,signal,struct,sys,tempfile,termios,threading,time,warnings
 import torch,torch.distributed.run,numpy as np
 from ctypes import CDLL
 from fcntl import ioctl
@@ -91,8 +91,9 @@ def fork_ranks(path, text, n):
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(n)]
     os._exit(next((abs(o) for o in codes if o), 0))
 
-def lead(path=None, text=None, n=0, cmd=None, real=False):
-    "In the session of the new terminal: run `cmd`, or the script, in `n` ranks or in this process; `real` where what a launcher says of a rank's end is the point"
+def lead(path=None, text=None, n=0, cmd=None, real=False, plain=False):
+    "In the session of the new terminal: run `cmd`, or the script, in `n` ranks or in this process; `real` where what a launcher says of a rank's end is the point, `plain` for a script without a guard that knows no fastdist"
+    if plain: multiprocessing.set_start_method('fork') # from Python 3.14 on the default would run the whole script again for its data workers
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if cmd and not real and Path(cmd[0]).name in ('torchrun','accelerate'): os._exit(code_of(launch, Path(cmd[0]).name, *cmd[1:]))
     if cmd: os.execvp(cmd[0], cmd)
@@ -215,7 +216,7 @@ def main(script, n=2, *_):
         if pid: os.waitpid(pid, 0)
         else:
             text = path.read_text()
-            res = play(path=path, text=text if k else as_one(text, int(n)), n=k)
+            res = play(path=path, text=text if k else as_one(text, int(n)), n=k, plain=not k)
             print(f'--- {k or 1} {"ranks" if k else "process"}: exit code {res["code"]} after {res["seconds"]:.1f} s, left: {res["left"]}', *screen(res['raw']), sep='\n', flush=True)
             os._exit(0)
 

@@ -1,6 +1,8 @@
 # start: python
 # under: python, kernel
 # Two ranks from a plain script: what trained there is here again
+import multiprocessing
+multiprocessing.set_start_method('fork', force=True) # outside of a context, for Python 3.14
 from fastai.vision.all import *
 from fastdist import *
 from sklearn.datasets import load_digits

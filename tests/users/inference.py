@@ -1,4 +1,6 @@
 # All that is done with a trained model: on all ranks inside the context, and on rank 0 after it
+import multiprocessing
+multiprocessing.set_start_method('fork', force=True) # outside of a context, for Python 3.14
 from fastai.vision.all import *
 from fastdist import *
 from _result import result

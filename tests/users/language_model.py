@@ -1,5 +1,7 @@
 # ranks: 3
 # A language model on text that is made here, with a network that keeps its state from batch to batch
+import multiprocessing
+multiprocessing.set_start_method('fork', force=True) # outside of a context, for Python 3.14
 from fastai.text.all import *
 from fastdist import *
 from _result import result
