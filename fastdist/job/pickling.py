@@ -22,10 +22,11 @@ from collections import ChainMap
 from io import BytesIO
 from functools import _lru_cache_wrapper,cached_property,lru_cache,partialmethod,reduce
 from importlib import import_module
+from itertools import accumulate
 from importlib.machinery import ModuleSpec
 from multiprocessing import get_start_method,set_start_method
 from pathlib import Path
-from types import CodeType,FunctionType,MethodType,ModuleType,SimpleNamespace
+from types import BuiltinMethodType,CodeType,FunctionType,MethodType,ModuleType,SimpleNamespace
 from warnings import warn
 from fastcore.all import *
 from ..base.errors import *
@@ -171,18 +172,29 @@ def _parametrize(o, state):
     _new_class(o)
     for k in o.parametrizations: _new_property(o, k)
 
+# %% ../../nbs/007_job.pickling.ipynb #91c0e7b4
+@lru_cache(1000)
+def _handed_out(cls):
+    "Return pairs of a module and a name, in the library of `cls`, of functions that are methods of an object of `cls`"
+    if not of_library(cls.__module__): return []
+    mods = [sys.modules[o] for o in accumulate(cls.__module__.split('.'), '{}.{}'.format) if o in sys.modules]
+    return [(m.__name__,k) for m in mods for k,v in vars(m).items() if type(v) in (MethodType,BuiltinMethodType) and isinstance(v.__self__, cls)]
+
+def _owner_of(mod, name): return getattr(import_module(mod), name).__self__
+
 # %% ../../nbs/007_job.pickling.ipynb #288626c7
 class CodePickler(cloudpickle.Pickler):
-    "cloudpickle's, whose code objects keep the path of their file, classes their slots, and callbacks what they have recorded"
+    "cloudpickle's, whose code objects keep the path of their file, classes their slots, libraries' objects their identity, and callbacks what they have recorded"
     dispatch_table = ChainMap({CodeType:_with_path}, cloudpickle.Pickler.dispatch_table)
     def reducer_override(self,
         o # Object to pickle
     ):
-        "Return how to pickle `o` with the lists of its state if it is a fastcore `Stateful`, a cached function of the script as that function, an exception without its `__init__`; else as cloudpickle"
+        "Return how to pickle `o` with the lists of its state if it is a fastcore `Stateful`, a cached function of the script as that function, an exception without its `__init__`, the object behind a library's functions by one of these; else as cloudpickle"
         if isinstance(o, _lru_cache_wrapper) and o.__module__=='__main__': return _cached,(o.__wrapped__,o.cache_parameters())
         if isinstance(o, BaseException) and _has_own_init(type(o)): return _without_init,(type(o),*o.args),_attrs(o)
         if _is_parametrized(o): return _without_init,type(o).__bases__[:1],vars(o),None,None,_parametrize
         if isinstance(o, type) and '__slots__' in vars(o): return _with_slots(o, super().reducer_override(o))
+        if (at := _handed_out(type(o))) and (at := first(k for k in at if _owner_of(*k) is o)): return _owner_of,at
         return _with_lists(o) if isinstance(o, Stateful) else super().reducer_override(o)
 
 # %% ../../nbs/007_job.pickling.ipynb #a745e342
