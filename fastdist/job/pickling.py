@@ -173,14 +173,19 @@ def _parametrize(o, state):
     for k in o.parametrizations: _new_property(o, k)
 
 # %% ../../nbs/007_job.pickling.ipynb #91c0e7b4
-@lru_cache(1000)
-def _handed_out(cls):
-    "Return pairs of a module and a name, in the library of `cls`, of functions that are methods of an object of `cls`"
-    if not of_library(cls.__module__): return []
-    mods = [sys.modules[o] for o in accumulate(cls.__module__.split('.'), '{}.{}'.format) if o in sys.modules]
-    return [(m.__name__,k) for m in mods for k,v in vars(m).items() if type(v) in (MethodType,BuiltinMethodType) and isinstance(v.__self__, cls)]
+def _behind(v):
+    "Return the object of which `v` is a method, `v` itself where it is none"
+    return v.__self__ if type(v) in (MethodType,BuiltinMethodType) else v
 
-def _owner_of(mod, name): return getattr(import_module(mod), name).__self__
+@lru_cache(1000)
+def _names_of(cls):
+    "Return pairs of a module and a name, in the library of `cls`, behind which is an object of `cls`"
+    if cls.__module__=='builtins' or not of_library(cls.__module__): return []
+    mods = [o for o in accumulate(cls.__module__.split('.'), '{}.{}'.format) if o in sys.modules]
+    python = cls.__module__.partition('.')[0] in sys.stdlib_module_names
+    return [(m,k) for m in mods for k,v in vars(sys.modules[m]).items() if issubclass(type(o := _behind(v)), cls) and (o is not v or python)]
+
+def _named(mod, name): return _behind(getattr(import_module(mod), name))
 
 # %% ../../nbs/007_job.pickling.ipynb #288626c7
 class CodePickler(cloudpickle.Pickler):
@@ -189,12 +194,12 @@ class CodePickler(cloudpickle.Pickler):
     def reducer_override(self,
         o # Object to pickle
     ):
-        "Return how to pickle `o` with the lists of its state if it is a fastcore `Stateful`, a cached function of the script as that function, an exception without its `__init__`, the object behind a library's functions by one of these; else as cloudpickle"
+        "Return how to pickle `o` with the lists of its state if it is a fastcore `Stateful`, a cached function of the script as that function, an exception without its `__init__`, an object that a library has under a name as that name; else as cloudpickle"
         if isinstance(o, _lru_cache_wrapper) and o.__module__=='__main__': return _cached,(o.__wrapped__,o.cache_parameters())
         if isinstance(o, BaseException) and _has_own_init(type(o)): return _without_init,(type(o),*o.args),_attrs(o)
         if _is_parametrized(o): return _without_init,type(o).__bases__[:1],vars(o),None,None,_parametrize
         if isinstance(o, type) and '__slots__' in vars(o): return _with_slots(o, super().reducer_override(o))
-        if (at := _handed_out(type(o))) and (at := first(k for k in at if _owner_of(*k) is o)): return _owner_of,at
+        if (at := _names_of(type(o))) and (at := first(k for k in at if _named(*k) is o)): return _named,at
         return _with_lists(o) if isinstance(o, Stateful) else super().reducer_override(o)
 
 # %% ../../nbs/007_job.pickling.ipynb #a745e342
