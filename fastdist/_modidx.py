@@ -1945,6 +1945,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling.dumps': ('job.pickling.html#dumps', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling.found': ('job.pickling.html#found', 'fastdist/job/pickling.py'),
+                                       'fastdist.job.pickling.made_in': ('job.pickling.html#made_in', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling.of_library': ('job.pickling.html#of_library', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling.patches': ('job.pickling.html#patches', 'fastdist/job/pickling.py'),
                                        'fastdist.job.pickling.read': ('job.pickling.html#read', 'fastdist/job/pickling.py'),

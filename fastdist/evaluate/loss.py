@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
 from fastai.torch_core import apply,find_bs
+from ..job.pickling import *
 from ..job.world import *
 from ..comm.collectives import *
 from .sandbox import *
@@ -117,7 +118,7 @@ def loss_module(
     return next((o for o in (f,getattr(f, '__self__', None)) if isinstance(o, nn.Module)), nn.Module())
 
 # %% ../../nbs/306_evaluate.loss.ipynb #71e259e9
-def _theirs(o): return (getattr(o, '__module__', None) or '').partition('.')[0] in ('torch','fastai')
+def _theirs(o): return made_in(o).partition('.')[0] in ('torch','fastai')
 
 def _says(f):
     "Return whether `f` is a function of torch or fastai, or an object whose computation is one of theirs"

@@ -26,6 +26,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.text.models.awdlstm import EmbeddingDropout,RNNDropout,WeightDropout
 from ..base.loans import *
+from ..job.pickling import *
 from ..comm.rng import *
 from .sandbox import *
 
@@ -34,7 +35,7 @@ _kinds = '_forward_hooks','_forward_pre_hooks'
 
 def _is_users(f):
     f = getattr(f, 'func', f)
-    return (getattr(f, '__module__', None) or type(f).__module__).partition('.')[0] not in ('torch','fastdist')
+    return (made_in(f) or made_in(type(f))).partition('.')[0] not in ('torch','fastdist')
 
 @contextmanager
 def unhooked(
@@ -48,7 +49,7 @@ def unhooked(
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #9a63a04e
 def _talks(o):
-    name = o.__name__ if isinstance(o, ModuleType) else getattr(o, '__module__', None) or ''
+    name = o.__name__ if isinstance(o, ModuleType) else made_in(o)
     return name.startswith('torch.distributed')
 
 def lone_copies(

@@ -25,6 +25,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
+from ..job.pickling import *
 from ..comm.rng import *
 from ..comm.draws import *
 
@@ -98,11 +99,11 @@ _loud = {print, open, input, exec, eval, setattr, delattr, globals, __import__, 
 _leaves = set('save savez savez_compressed savetxt save_image tofile to_csv to_parquet savefig imwrite imsave write write_text write_bytes dump mkdir unlink __enter__ __exit__'.split()) # a mark, whatever has it
 _constants = numbers.Number,str,bytes,type(None),type(...),torch.Tensor,np.ndarray,torch.dtype,torch.device,Enum,slice,range
 
-def _is_pure(name): return (name or '').partition('.')[0] in _pure
+def _is_pure(name): return name.partition('.')[0] in _pure
 
 def _unpacked(o):
     "Return the functions of attribute `o` of a class: getter and setter of a property, those of a transform by type, or the function itself"
-    if type(o).__module__.partition('.')[0]=='plum': return [m.implementation for m in o.methods]
+    if made_in(type(o)).partition('.')[0]=='plum': return [m.implementation for m in o.methods]
     if isinstance(o, property): return [f for f in (o.fget,o.fset) if f]
     return [getattr(o, '__func__', o)]
 
@@ -122,9 +123,9 @@ def is_quiet(
     if isinstance(o, (tuple,frozenset)): return all(is_quiet(v, seen) for v in o)
     if isinstance(o, ModuleType): return _is_pure(o.__name__)
     if isinstance(o, BuiltinFunctionType):
-        return o not in _loud and isinstance(o.__self__, (ModuleType,type,type(None))) and _is_pure((o.__module__ or 'torch').lstrip('_'))
+        return o not in _loud and isinstance(o.__self__, (ModuleType,type,type(None))) and _is_pure((made_in(o) or 'torch').lstrip('_'))
     if isinstance(o, (np.ufunc,type(np.mean))): return True
-    if isinstance(o, (type,FunctionType)) and _is_pure(o.__module__): return True
+    if isinstance(o, (type,FunctionType)) and _is_pure(made_in(o)): return True
     if isinstance(o, type): return all(is_quiet(b, seen) for b in o.__bases__) and _quiet_class(o, seen)
     return isinstance(o, FunctionType) and _quiet_function(o, seen)
 

@@ -22,6 +22,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from fastai.callback.training import GradientAccumulation
+from ..job.pickling import *
 from ..comm.control import *
 from ..comm.rng import *
 from ..data.sharding import *
@@ -107,7 +108,7 @@ def left_out(
     "Return whether `cb` takes no part in a replay: it shows progress, writes to a service or to states"
     return any(c.__name__ in _drawing for c in type(cb).__mro__)
 
-def _of_job(o): return type(o).__module__.partition('.')[0]=='fastdist' and not isinstance(o, LaunchPrecision)
+def _of_job(o): return made_in(type(o)).partition('.')[0]=='fastdist' and not isinstance(o, LaunchPrecision)
 def _lent_by_job(v): return _of_job(getattr(v, '__self__', None) or getattr(getattr(v, 'func', None), '__self__', None))
 
 # %% ../../nbs/805_observe.replay.ipynb #3032453c

@@ -24,6 +24,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import ParamScheduler
 from ..base.errors import *
+from ..job.pickling import *
 from .snapshot import *
 
 # %% ../../nbs/411_state.fits.ipynb #10a18641
@@ -64,7 +65,7 @@ def _number(v):
     v = v.item() if hasattr(v, 'item') else v
     return v if not isinstance(v, float) or math.isfinite(v) else repr(v)
 
-def _is_users(o): return (o.__module__ or '').partition('.')[0] not in ('fastai','fastcore','torch','fastdist')
+def _is_users(o): return made_in(o).partition('.')[0] not in ('fastai','fastcore','torch','fastdist')
 
 def _held(o):
     "Return the settings that a function or an object of a library holds"

@@ -23,6 +23,7 @@ from types import CodeType,FunctionType
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
+from ..job.pickling import *
 from ..job.callbacks import *
 from ..evaluate.loss import *
 from .snapshot import *
@@ -35,8 +36,8 @@ _draws = set('random rand randn rand_like randn_like randint randperm bernoulli 
 _own = set('''time perf_counter monotonic process_time default_timer datetime memory_allocated max_memory_allocated memory_info getrusage nbytes to_local getpid gethostname dist distributed
     all_reduce all_gather all_gather_object broadcast_object_list maybe_gather rank_distrib num_distrib get_rank get_world_size process_index is_main_process'''.split())
 
-def _file(o): return getattr(sys.modules.get(getattr(o, '__module__', None) or ''), '__file__', None) or ''
-def _theirs(o): return (getattr(o, '__module__', None) or '').partition('.')[0] in ('builtins','torch','fastai','fastcore','fastdist') or 'site-packages' in _file(o)
+def _file(o): return getattr(sys.modules.get(made_in(o)), '__file__', None) or ''
+def _theirs(o): return made_in(o).partition('.')[0] in ('builtins','torch','fastai','fastcore','fastdist') or 'site-packages' in _file(o)
 
 def _methods(cls, theirs=False):
     "Return the functions of `cls` by name: those of the script's classes, or those of libraries"

@@ -22,6 +22,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.errors import *
+from ..job.pickling import *
 from ..comm.rng import *
 from ..comm.seeds import *
 from ..data.digest import *
@@ -78,7 +79,7 @@ def values(
     return _packable(_all_values(o))
 
 
-def _is_users(o): return type(o).__module__.partition('.')[0] not in ('fastai','fastcore','fastdist')
+def _is_users(o): return made_in(type(o)).partition('.')[0] not in ('fastai','fastcore','fastdist')
 
 # %% ../../nbs/409_state.progress.ipynb #816f187f
 def _all_values(o): return {k:v for k,v in attributes(o, Kind.value).items() if k not in _not_kept}

@@ -28,6 +28,7 @@ from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader,IterableDataset
 from ..base.errors import *
 from ..base.loans import *
+from ..job.pickling import *
 from ..comm.rng import *
 from .snapshot import *
 
@@ -41,13 +42,13 @@ _libraries = {'torch','torchvision','fastai','fastcore','numpy','scipy','sklearn
 _many = 256 # a longer list is kept, and what it holds is not looked at: samples of a data set, losses of an epoch
 
 # %% ../../nbs/415_state.rewind.ipynb #0a9e6a7c
-def _top(o): return (getattr(o, '__module__', None) or '').partition('.')[0]
+def _top(o): return made_in(o).partition('.')[0]
 def _left_alone(o):
     cls = type(o)
-    return isinstance(o, _fixed) or _top(cls) in _process or (cls.__module__ or '').startswith(_compilers)
+    return isinstance(o, _fixed) or _top(cls) in _process or made_in(cls).startswith(_compilers)
 
 # %% ../../nbs/415_state.rewind.ipynb #59e5211d
-def _is_script(o): return isinstance(getattr(o, '__module__', None), str) and _top(o) not in _libraries and (o.__module__=='__main__' or not _installed(o.__module__))
+def _is_script(o): return made_in(o) and _top(o) not in _libraries and (o.__module__=='__main__' or not _installed(o.__module__))
 def _installed(name):
     file = getattr(sys.modules.get(name), '__file__', None) or ''
     return 'site-packages' in file or file.startswith(os.path.dirname(os.__file__))

@@ -19,6 +19,7 @@ from fastai.basics import *
 from fastai.losses import BaseLoss
 from fastai.data.load import DataLoader
 from ..base.errors import *
+from ..job.pickling import *
 from ..job.callbacks import *
 from ..data.fetch import *
 from ..data.loader import *
@@ -33,7 +34,7 @@ _events = private('fastai.callback.core:_events')
 # %% ../../nbs/703_train.step.ipynb #b41115b4
 _ints = torch.int8,torch.int16,torch.int32
 
-def _of_library(f): return getattr(f, '__module__', '').partition('.')[0] in ('torch','fastai')
+def _of_library(f): return made_in(f).partition('.')[0] in ('torch','fastai')
 
 def plain_loss(
     f # A Learner's loss
