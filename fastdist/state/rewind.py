@@ -15,7 +15,7 @@ name. Of each object that can change it notes what it holds, and `restore` write
 __all__ = ['Rewind', 'scratch_files', 'sample_values', 'fixed_values', 'Samples']
 
 # %% ../../nbs/415_state.rewind.ipynb #a77c9603
-import builtins,io,os,random,shutil,sys,types,weakref,numpy as np
+import builtins,io,os,pathlib,random,shutil,sys,types,weakref,numpy as np
 from contextlib import contextmanager,suppress
 from collections import deque
 from enum import Enum
@@ -218,13 +218,16 @@ class _Scratch:
                 with suppress(OSError): f(o)
 
 # %% ../../nbs/415_state.rewind.ipynb #2fa60db7
+_accessor = getattr(pathlib, '_normal_accessor', None) # in Python 3.10 `Path` has the functions of `os` that were there when it was imported
+
 def _replacements(s):
     "Return triples of an object, the name of a function in it that has to do with files, and the function that takes its place"
     opened,mains = partial(s.open_, io.open),[o for o in (sys.modules['__main__'],) if 'open' in vars(o)]
     by_os = dict(open=s.os_open, replace=s.rename, rename=s.rename, mkdir=s.mkdir, unlink=s.unlink, remove=s.unlink) | {k:partial(s.look, k) for k in ('stat','lstat','chmod','utime')}
     load,writer = torch.load,torch._C.PyTorchFileWriter # both may go past Python's functions
     by_torch = (torch,'load',lambda f, *args, **kw: load(s.path(f), *args, **kw)),(torch._C,'PyTorchFileWriter',partial(s.writer, writer))
-    return [*((o,'open',opened) for o in (builtins,io,*mains)), *by_torch, *((os,k,f) for k,f in by_os.items())]
+    by_path = [(_accessor,k,f) for k,f in {**by_os, 'open':opened}.items() if hasattr(_accessor, k)]
+    return [*((o,'open',opened) for o in (builtins,io,*mains)), *by_torch, *((os,k,f) for k,f in by_os.items()), *by_path]
 
 # %% ../../nbs/415_state.rewind.ipynb #e8789d7b
 @contextmanager
