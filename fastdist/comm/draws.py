@@ -137,7 +137,7 @@ class Patterns:
         if len(found)!=1: return self._at_site(shape, n, bool(found))
         return self.known.setdefault((shape, n), found.pop())
 
-_hint_rows = 'draw for all samples of the batch at once by torch, or by functions of np.random, with the batch in the first dimension'
+_hint_rows = 'draw for all samples of the batch at once by torch, or by NumPy in the form np.random.normal(...), since a name that was imported from numpy.random is not seen, with the batch in the first dimension'
 
 @patch
 def _by_rows(self:Patterns, where):
