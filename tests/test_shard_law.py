@@ -43,6 +43,33 @@ def case(mk=small, cbs=None, f=lambda o: o.fit(2, .05), tol=1e-5, n=4, full=None
     def run(ctx, size): return fitted((mk if ctx else full or mk)(12//size), ctx, cbs, f, n, **(kw if ctx else {}))
     return run,tol
 
+class Coupled(torch.optim.Optimizer):
+    "Steps by the norm of all gradients, which it computes in place, with a state in another shape than the parameter"
+    def __init__(self, params, lr=.1): super().__init__(params, dict(lr=lr))
+    @torch.no_grad()
+    def step(self, closure=None):
+        ps = [p for g in self.param_groups for p in g['params'] if p.grad is not None]
+        size = torch.zeros(()).add_(sum(p.grad.norm().pow_(2) for p in ps)).sqrt_()
+        for p in ps:
+            s = self.state[p]
+            s['rows'] = s.get('rows', 0)*.9+p.grad.reshape(len(p), -1).square().mean(1).add_(1e-3)
+            s['mom'] = s.get('mom', 0)*.9+p.grad
+            p.sub_((s['mom'].view(len(p), -1)/s['rows'].sqrt()[:,None]).view_as(p), alpha=self.param_groups[0]['lr']/(1+size.item()))
+
+def no_bias(opt):
+    def mk(bs):
+        learn = small(bs, opt=opt)
+        for m in (learn.model[0],learn.model[2],learn.model[4]): m.bias = None
+        return learn
+    return case(mk)
+
+class Masked(Callback):
+    "Keeps a mask computed from weights as a buffer, and applies it"
+    def before_batch(self):
+        m = self.model[0]
+        m.register_buffer('mask', (m.weight.detach().abs()>.05)*1.)
+        with torch.no_grad(): m.weight.mul_(m.mask)
+
 adamw,torch_sgd = [partial(OptimWrapper, opt=o) for o in (torch.optim.AdamW,partial(torch.optim.SGD, momentum=.9))]
 def of(opt, **kw): return case(partial(small, opt=opt), **kw)
 
@@ -75,7 +102,9 @@ def clipped(): return [GradientClip(.1)]
 def tuned(learn): learn.fine_tune(1, .02)
 
 optimizers = dict(sgd=of(SGD), momentum=of(partial(SGD, mom=.9, wd=.1)), rms=of(RMSProp), adam=of(Adam, cbs=clipped), radam=of(RAdam), qhadam=of(QHAdam),
-    larc=of(Larc), lamb=of(Lamb), ranger=of(ranger), torch_sgd=of(torch_sgd), adamw=of(adamw, cbs=clipped))
+    larc=of(Larc), lamb=of(Lamb), ranger=of(ranger), torch_sgd=of(torch_sgd), adamw=of(adamw, cbs=clipped),
+    coupled=of(partial(OptimWrapper, opt=Coupled), f=lambda o: (o.fit(1, .05), o.fit(1, .05))), muon=no_bias(partial(OptimWrapper, opt=torch.optim.Muon)),
+    mask=case(cbs=lambda: Masked()))
 ways = dict(norm=case(partial(small, n=36, bn=True)), window=case(cbs=lambda: [GradientAccumulation(24),*clipped()]),
     frozen=case(partial(small, splitter=parts, opt=Adam), f=thawed), tuned=case(partial(small, splitter=parts, opt=adamw), f=tuned),
     thawed=case(partial(small, splitter=parts), cbs=lambda: Thaw(), f=lambda o: (o.freeze(), o.fit(2, .05))), cycle=case(f=lambda o: o.fit_one_cycle(2, .05)),

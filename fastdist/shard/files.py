@@ -23,6 +23,7 @@ from fastai.basics import *
 from ..comm.control import *
 from ..comm.collectives import *
 from ..state.values import *
+from ..parallel.foreach import *
 from .rows import *
 from .model import *
 
@@ -61,7 +62,7 @@ def state_rows(
     lists,state = opt.param_lists,sd['state']
     params = [p for ps in lists for p in ps]
     keys = [i for g in sd['param_groups'] for i in g['params']] if isinstance(state, dict) else range(len(state))
-    if len(keys)!=len(params): return sd # it does not fit, which `opt` finds
+    if len(keys)!=len(params) or not all(map(state_in_shards, opts_in(opt))): return sd # where it does not fit `opt` finds it
     at,rows = dict(zip(keys, params)),lambda i: {k:_held(v, at[i]) for k,v in state[i].items()}
     res = {**sd, 'state':{i:rows(i) for i in state} if isinstance(state, dict) else [rows(i) for i in keys]}
     if slow := sd.get('slow_weights'): res['slow_weights'] = L(L(_held(v, p) for v,p in zip(vs, ps)) for vs,ps in zip(slow, lists))

@@ -39,7 +39,7 @@ _copy = 'The model is in shards, which cannot be copied. HINT: copy it before or
 _unused = ('A model in shards gives gradients to its parameters in a backward pass, and torch.autograd.grad with regard to them does not. HINT: backward(), or shard=False')
 _rows = 'The tensor is in shards, and this rank has some of its rows. HINT: t.full_tensor(), called on all ranks, is all of it; t.to_local() is the rows of this rank'
 
-_words = {'is not supported for tensor subclasses':_rows, 'not have been used in the graph':_unused, 'does not support deepcopy':_copy} # torch's
+_words = {'is not supported for tensor subclasses':_rows, 'unevenly sharded tensor':_rows, 'not have been used in the graph':_unused, 'does not support deepcopy':_copy} # torch's
 
 def _of_shards(e):
     "Return whether a tensor in shards was at hand where `e` was raised"
@@ -50,6 +50,7 @@ def explain_shards(
     e:Exception # That was raised on this rank
 ):
     "Add a note to `e` where it comes from a parameter in shards"
+    if 'HINT: ' in str(e): return
     note = first(v for k,v in _words.items() if k in str(e)) or (_sharded if _of_shards(e) else None)
     if note: add_note(e, note)
 

@@ -109,8 +109,8 @@ class Shards:
 
     @property
     def kept(self):
-        "(Name of a module, name of an attribute) -> tensor in shards that the module has computed from its parameters and kept, as fastai's `WeightDropout`"
-        return {(n,k):v for n,m in self.model.named_modules() for k,v in vars(m).items() if isinstance(v, DTensor)}
+        "(Name of a module, name of an attribute or buffer) -> tensor in shards that the module has computed from its parameters, as fastai's `WeightDropout`"
+        return {(n,k):v for n,m in self.model.named_modules() for k,v in {**vars(m), **m._buffers}.items() if isinstance(v, DTensor)}
 
     def root(self, name):
         "Return FSDP's record of the parameter `name` of the carrier"

@@ -26,6 +26,7 @@ from ..comm.collectives import *
 from ..state.serialize import *
 from ..state.dcp import *
 from ..parallel.backward import *
+from ..parallel.foreach import *
 from ..parallel.layout import *
 from ..parallel.context import *
 from .rows import *
@@ -42,8 +43,9 @@ def _alone(rank, name): return f'grad of rank {rank}.{name}'
 def _unsynced(names, grads): return {_alone(dist.get_rank(), names[id(p)]):(g,g.detach().to('cpu', copy=True)) for p,g in grads.items()}
 
 def _in_shards(model):
-    "Return name -> parameter in shards, and identity of each -> its first name"
-    res = {n:p for n,p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
+    "Return name -> parameter or buffer in shards, and identity of each -> its first name"
+    named = *model.named_parameters(remove_duplicate=False),*model.named_buffers(remove_duplicate=False)
+    res = {n:p for n,p in named if isinstance(p, DTensor)}
     return res,{id(p):n for n,p in reversed(res.items())}
 
 # %% ../../nbs/609_shard.unshard.ipynb #0a27d7cf
@@ -78,7 +80,8 @@ class _Rejoin:
     "Makes of values what parameters of `learn` are; those that are `Stored` have their values when `fill` was called"
     def __init__(self, learn, folder):
         self.folder,self.have,self.tensors = folder,stored_tensors(folder),{}
-        self.params = dict(learn.model.named_parameters(remove_duplicate=False))
+        self.params = dict(learn.model.named_buffers()) | dict(learn.model.named_parameters(remove_duplicate=False))
+        self.divided = all(map(state_in_shards, opts_in(learn.opt)))
 
     def __call__(self, v, name=None):
         "Return `v` for the parameter `name`: this rank's rows if it is in shards and of the shape of `v`"
@@ -100,7 +103,7 @@ class _Rejoin:
     def opt(self, state, groups):
         "Return the state dict of an optimizer with `groups` of names"
         res,names,its = dict(state),L(groups).concat(),state['state']
-        new = {i:{k:self(v, names[i]) for k,v in s.items()} for i,s in (its.items() if isinstance(its, dict) else enumerate(its))}
+        new = {i:{k:self(v, names[i] if self.divided else None) for k,v in s.items()} for i,s in (its.items() if isinstance(its, dict) else enumerate(its))}
         res['state'] = new if isinstance(its, dict) else list(new.values())
         if state.get('slow_weights'): res['slow_weights'] = L(L(map(self, ws, ns)) for ws,ns in zip(state['slow_weights'], groups))
         return res

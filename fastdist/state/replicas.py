@@ -86,10 +86,12 @@ def learner_state(
 
 
 # %% ../../nbs/403_state.replicas.ipynb #a9a5cdd4
-def _comparable(v): return v.layout==torch.strided if isinstance(v, torch.Tensor) else isinstance(v, (Number,str,type(None)))
+def _comparable(v):
+    if isinstance(v, torch.Tensor): return v.layout==torch.strided and not hasattr(v, '_local_tensor') # of a DTensor each rank has its own rows
+    return isinstance(v, (Number,str,type(None)))
 
 def fingerprints(
-    state:dict # Name -> tensor or plain value; what is neither, and sparse tensors, are left out
+    state:dict # Name -> tensor or plain value; what is neither, sparse tensors and tensors in shards are left out
 )->dict: # Name -> `(dtype, shape, fingerprint)` of a tensor, or the value as text
     "Return a fingerprint of each of `state`, for ranks to compare"
     state = {n:v for n,v in state.items() if _comparable(v)}
