@@ -251,3 +251,41 @@ def test_a_rank_that_waits_in_a_group_of_the_users_is_let_out(size):
     *others,last = on(size, fits_again)
     for how,text in others: assert how=='ValueError' and text.startswith("('RankError', ") and 'KeyError' in text and text.endswith(')'), text
     assert last[0]=='ValueError' and last[1].startswith("('KeyError', "), last
+
+# Plain numbers that differ by rank
+
+def rate(rank): return dict(model=nn.Sequential(nn.Linear(4,1), nn.Dropout(.1+.1*rank)))
+def activation(rank): return dict(model=nn.Sequential(nn.Linear(4,1), [nn.ReLU,nn.GELU,nn.SiLU][rank]()))
+def slope(rank): return dict(model=nn.Sequential(nn.Linear(4,1), nn.LeakyReLU(.01*(rank+1))))
+def smoothing(rank): return dict(loss_func=partial(smoothed, eps=.1*rank))
+def around(rank):
+    eps = .1*rank
+    return dict(loss_func=lambda p,y: smoothed(p, y, eps))
+def smoothed(p, y, eps): return (p-y*(1-eps)).square().mean()
+
+class Shift(ItemTransform):
+    def __init__(self, by): self.by = by
+    def encodes(self, o): return o[0]+self.by*torch.randn(4),o[1]
+class Gathers(nn.Module):
+    "A loss that was told its rank and device"
+    def __init__(self, rank, device):
+        super().__init__()
+        self.rank,self.device = rank,device
+    def forward(self, p, y): return F.mse_loss(p, y)
+def told(rank): return dict(loss_func=Gathers(rank, f'cuda:{rank}'))
+
+def fit_with(rank, mk, shift=0.):
+    set_seed(1)
+    dls = DataLoaders.from_dsets(*[[(torch.ones(4),torch.ones(1))]*12]*2, bs=2, num_workers=0, after_item=Shift(shift*rank))
+    return heard(fits, Learner(dls, **dict(model=nn.Linear(4,1), loss_func=MSELossFlat())|mk(rank)), 1)
+
+@pytest.mark.parametrize('size', (2,3))
+@pytest.mark.parametrize('mk,said', [(rate,'p of module 1 of the model (Dropout)'), (activation,'class of module 1 of the model'), (slope,'negative_slope of module 1'),
+    (smoothing,'eps of the loss function'), (around,'0 of the loss function')])
+def test_a_plain_number_that_differs_is_named(mk, said, size):
+    for how,text in on_ranks(lambda rank: fit_with(rank, mk), size, join=False): assert how=='ValueError' and said in text and 'study' in text and 'sorted(' not in text, text
+
+def test_a_number_of_a_transform_is_named():
+    for how,text in on_ranks(lambda rank: fit_with(rank, lambda r: {}, .1), 2, join=False): assert how=='ValueError' and 'by of training transform' in text, text
+
+def test_a_rank_that_a_loss_was_told_is_no_difference(): test_eq([o[0] for o in on_ranks(lambda rank: fit_with(rank, told), 3, join=False)], ['went on']*3)

@@ -146,7 +146,8 @@ def _enter(job, layout, plan, sync_bn):
 # %% ../../nbs/709_train.trainer.ipynb #39048942
 _decided = ('Each rank decides by its own samples, where one process decides once, by all of the batch. HINT: decide in before_step, where learn.loss is that of all ranks, or by a number that is '
     'averaged over ranks')
-_read = 'Each rank reads another value of the same sample. HINT: take classes from sorted(set(...)), and seed what is random before a data set is made'
+_read = ('Each rank reads another value of the same sample. HINT: a data set that shares out its data by rank has to be given all of it, since ranks share it out by themselves; '
+    'take classes from sorted(set(...)), and seed what is random before a data set is made')
 
 @patch
 def _make_parts(self:DistributedTrainer, w, plan):
