@@ -12,10 +12,13 @@ any moment. What is not known to come out the same, to the bit and in its types,
 
 # %% auto #0
 __all__ = ['is_fastais', 'is_empty', 'makes_plainly', 'samples', 'fetch_items', 'collate_items', 'padded_to', 'rows',
-           'open_batches', 'on_device', 'lies_on']
+           'WorkerWatch', 'watched', 'open_batches', 'on_device', 'lies_on']
 
 # %% ../../nbs/204_data.fetch.ipynb #9f3d4283
-import operator,torch,numpy as np
+import faulthandler,operator,os,signal,sys,sysconfig,time,torch,numpy as np
+from contextlib import contextmanager,suppress
+from itertools import takewhile
+from weakref import ref
 from fastcore.all import *
 from fastai.data import load
 from fastai.data.core import Pipeline
@@ -24,6 +27,8 @@ from fastai.torch_core import retain_types,to_device
 from torch import Tensor
 from torch.utils.data import Subset,TensorDataset,get_worker_info
 from ..base.errors import *
+from ..base.signals import *
+from ..comm.control import *
 
 _loaders,_collates_by_type = map(private, ('fastai.data.load:_loaders','torch.utils.data._utils.collate:default_collate_fn_map'))
 
@@ -170,12 +175,98 @@ def rows(
 
 
 
+# %% ../../nbs/204_data.fetch.ipynb #7a11d002
+_dump = getattr(signal, 'SIGRTMAX', None) if hasattr(os, 'memfd_create') else None # the signal at which a data worker writes its stack
+
+@contextmanager
+def _writing_stacks(log):
+    "Let processes that are forked inside the context write their stacks into the file `log` at the signal `_dump`"
+    free = log is not None and is_default(_dump)
+    if free: faulthandler.register(_dump, log, all_threads=False)
+    try: yield
+    finally:
+        if free: faulthandler.unregister(_dump)
+
+def _is_idle_in(line):
+    "Return whether a line of a worker's stack is code that brings a worker its work, and not the data set's"
+    file = line.partition('"')[2].partition('"')[0]
+    if file.endswith(_fetch): return False
+    return file.startswith(_torch+_ours) or file.startswith(_stdlib) and 'site-packages' not in file
+
+_package = Path(__file__).parent.parent
+_torch,_ours,_stdlib = (f'{Path(torch.__file__).parent}/',),tuple(f'{_package/o}/' for o in ('base','job')),f'{sysconfig.get_path("stdlib")}/'
+_fetch = 'torch/utils/data/_utils/fetch.py'
+
+# %% ../../nbs/204_data.fetch.ipynb #7a11d003
+class WorkerWatch:
+    "`_try_get_data` of torch's iterator `it`, which raises `RuntimeError` where its data workers live and do nothing"
+    def __init__(self,
+        it, # Iterator over a loader with data workers
+        log # File into which they write their stacks; `None` where they cannot
+    ): self.it,self.log,self.n,self.before,self.noted = ref(it),log,0,None,False # a strong reference would make the end of the workers wait for the garbage collection
+
+    def __call__(self, *timeout): # The user's, which torch alone sees to
+        it,line = self.it(),control_connection()
+        get = partial(type(it)._try_get_data, it)
+        if timeout or line is None: return get(*timeout)
+        limit = min(60, line.patience/4)
+        secs = min(5, limit/4)
+        ok,data = get(secs)
+        self.n = 0 if ok else self.n+1 # not by the clock, which goes on while a job is suspended
+        if ok: self.before = None
+        elif self.n*secs>=limit: self._judge(it._workers, self.n*secs)
+        return ok,data
+
+    def _judge(self, workers, secs):
+        "Raise `RuntimeError` if all `workers` are idle, twice in a row and at the same place"
+        now = {w.pid:self._look(w.pid) for w in workers if w.is_alive()}
+        text = f'This rank has waited {secs:.0f} s for its data workers.\n' + '\n'.join(f'Process {pid} {state}\n{stack}' for pid,(state,stack,_) in now.items())
+        if not self.noted: sys.stderr.write(f'fastdist: {text}\n')
+        stuck,self.before,self.noted = now==self.before and all(idle for *_,idle in now.values()),now,True
+        if not stuck: return
+        for w in workers: self._end(w)
+        self.it()._shutdown = True # there is nobody left to be told, and a killed worker may hold the lock with which torch would tell it
+        raise RuntimeError(f'{text}\nThey live, and none of them reads data. HINT: begin again from the last Checkpoint; num_workers=0 needs no data workers')
+
+    def _look(self, pid):
+        "Return state and stack of process `pid`, and whether it waits outside of the data set"
+        state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] if self.log else '?'
+        if state=='T': return 'is stopped, as by SIGSTOP','',True
+        stack = self._stack(pid) if self.log else []
+        return 'is at' if stack else 'does not show its stack','\n'.join(stack),state=='S' and bool(stack) and all(map(_is_idle_in, stack))
+
+    def _stack(self, pid):
+        "Return the lines of the stack of process `pid` since its fork, the innermost first"
+        start,end,text = os.fstat(self.log.fileno()).st_size,time.monotonic()+1,b''
+        os.kill(pid, _dump)
+        while time.monotonic()<end:
+            time.sleep(.05)
+            was,text = text,os.pread(self.log.fileno(), 1<<16, start)
+            if text and text==was: break
+        lines = [o for o in text.decode(errors='replace').splitlines() if o.startswith('  File ')]
+        return list(takewhile(lambda o: 'popen_fork.py' not in o, lines))
+
+    def _end(self, w):
+        with suppress(RuntimeError): # torch raises one where it sees that a worker ends
+            w.kill()
+            w.join(5)
+
+# %% ../../nbs/204_data.fetch.ipynb #7a11d004
+def watched(
+    make:callable # Called without arguments
+): # What `make` returns
+    "Call `make`, which may start data workers, and watch those of torch's iterator that it returns"
+    log = None if _dump is None or not is_default(_dump) else os.fdopen(os.memfd_create('fastdist'), 'w+b', buffering=0)
+    with _writing_stacks(log): it = make()
+    if hasattr(it, '_workers') and '_try_get_data' not in vars(it): it._try_get_data = WorkerWatch(it, log) # persistent ones have theirs
+    return it
+
 # %% ../../nbs/204_data.fetch.ipynb #1f117a7d
 def open_batches(
     fake # `fake_l` of a fastai `DataLoader`
 ): # Iterator over its batches, before they are put on a device
     "Return torch's iterator over `fake`, with workers seeded and started; in this process, what it iterates over"
-    it = _loaders[fake.num_workers==0](fake)
+    it = watched(lambda: _loaders[False](fake)) if fake.num_workers else _loaders[True](fake)
     if fake.num_workers or fake.pin_memory or torch.autograd._profiler_enabled(): return it
     return getattr(getattr(it, '_dataset_fetcher', None), 'dataset_iter', it)
 
