@@ -19,6 +19,7 @@ import gc,sys,sysconfig,time
 from contextlib import contextmanager
 
 from fastcore.all import *
+from ..base.signals import *
 
 # %% ../../nbs/102_comm.collective_log.ipynb #de456348
 _uncounted = {'note','round'} # some ranks wait in them, and others never come there
@@ -151,13 +152,14 @@ class Wait:
         timeout:float, # Seconds until `TimeoutError` is raised
         notice:float=30. # Seconds until the wait is printed for the first time
     ):
-        self.since,self.timeout,self.notice,self.place = time.monotonic(),timeout,notice,place_of(sys._getframe())
+        self.since,self.timeout,self.notice,self.place,self.suspended = time.monotonic(),timeout,notice,place_of(sys._getframe()),Suspension()
 
     def __call__(self,
         who:str, # Name of the rank that waits
         whom:str # Name of the rank that it waits for
     ):
         "Print the wait when a notice is due; raise `TimeoutError` after `timeout` seconds"
+        self.since += self.suspended()
         secs = time.monotonic()-self.since
         if secs>self.timeout: raise TimeoutError(f'{who} has waited {secs:.0f} s for {whom}. HINT: every rank has to come there; distrib_ctx(patience=...) waits longer')
         if secs<self.notice: return

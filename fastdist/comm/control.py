@@ -22,6 +22,7 @@ from weakref import WeakSet
 from fastcore.all import *
 from torch.distributed import PrefixStore
 from ..base.at_fork import *
+from ..base.signals import *
 from ..job.world import *
 from ..job.group import *
 from .collective_log import *
@@ -43,6 +44,7 @@ class ControlConnection:
         self.news = threading.Condition() # for what both threads change
         self.sending = threading.RLock() # so that a message has gone to all before the next one goes to any
         self.ident,self.thread,self.closed,self.looked = threading.get_ident(),None,False,time.monotonic()
+        self.suspended = Suspension(1+2*self.tick)
         self.beat = 0 # grows with each step of the main thread, for a part that watches it
         self.server,self.sel = None,selectors.DefaultSelector()
         self.wake,woken = socket.socketpair()
@@ -54,7 +56,7 @@ class ControlConnection:
     def __exit__(self, *exc): self.close()
 
 # %% ../../nbs/104_comm.control.ipynb #9befd2e4
-_moments = 'before_start','opened','not_opened','look','due','has_left','lost','relays','thread_failed','next_generation','renewed','before_close','after_close'
+_moments = 'before_start','opened','not_opened','continued','look','due','has_left','lost','relays','thread_failed','next_generation','renewed','before_close','after_close'
 
 @patch
 def add(self:ControlConnection,
@@ -180,7 +182,9 @@ def _run(self:ControlConnection):
 @patch
 def _serve(self:ControlConnection):
     "Handle messages until the next tick, and let parts look around"
-    for key,_ in self.sel.select(max(0, self._due()-time.monotonic())):
+    ready = self.sel.select(max(0, self._due()-time.monotonic()))
+    if gap := self.suspended(): self.call('continued', gap)
+    for key,_ in ready:
         if callable(key.data): key.data()
         elif key.data: self._hear(key.data)
     if self.server: self._admit()

@@ -41,7 +41,7 @@ class Faults:
         self.was_cut = False # whether the process group has been aborted
         self.main,self.signal = False,SharedSignal(signal_number('SIGURG'), lambda _,frame: self._interrupt(frame)) # whether the connection's `ident` is Python's main thread; the signal that interrupts it
         control.at(before_start=self._install, not_opened=lambda e: isinstance(e, TimeoutError) and self.failed_here(e),
-            lost=lambda rank, why: self.tell_error(rank, why, math.inf), look=self._interfere, due=self._due, relays=self._relays,
+            lost=lambda rank, why: self.tell_error(rank, why, math.inf), continued=self._continued, look=self._interfere, due=self._due, relays=self._relays,
             thread_failed=self._thread_failed, next_generation=self._next, before_close=self._before_close, after_close=self.signal.uninstall)
 
 # %% ../../nbs/105_comm.faults.ipynb #2d8a91e2
@@ -89,14 +89,13 @@ def in_short(self:Faults,
 @patch
 def on_error(self:Faults, rank, text, gen):
     self.on_failed(rank, text, gen)
-    if rank!=self.control.rank: self._fail(RankError(rank, text), gen)
+    if not (self.failed and rank==self.control.rank): self._fail(RankError(rank, text), gen)
 
 @patch
 def on_failed(self:Faults, rank, text, gen):
     with self.control.news:
         if gen<self.generation: return
         self.errors[rank] = _last_line(text)
-        if rank==self.control.rank: self.failed,self.armed = True,False
         self.control.news.notify_all()
 
 @patch
@@ -137,9 +136,8 @@ def failed_here(self:Faults,
 ):
     "Send `e` to all ranks as an error of this rank, or of the rank that a `RankError` names; only the first call of a generation has an effect"
     if self.failed: return
-    if isinstance(e, RankError) and e.rank not in (None,self.control.rank):
-        self.failed,self.armed = True,False
-        return self.tell_error(e.rank, e.msg, self.generation)
+    self.failed,self.armed = True,False
+    if isinstance(e, RankError) and e.rank not in (None,self.control.rank): return self.tell_error(e.rank, e.msg, self.generation)
     text = ''.join(traceback.format_exception(e))
     self.tell_error(self.control.rank, text if len(text)<20_000 else f'{text[:8000]}\n...\n{text[-8000:]}', self.generation)
 
@@ -159,6 +157,10 @@ _grace = 0.5
 def _due(self:Faults):
     heard = self.heard_of # which the main thread may forget at any time
     return max(self.control.looked+0.1, heard[2]+_grace) if heard else math.inf
+
+@patch
+def _continued(self:Faults, gap):
+    if self.heard_of: self.heard_of = *self.heard_of[:2],self.heard_of[2]+gap
 
 @patch
 def _interfere(self:Faults, now):

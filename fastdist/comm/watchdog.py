@@ -33,16 +33,21 @@ class Watchdog:
         control # `ControlConnection`, with `Faults` and `Votes`
     ):
         self.control,self.notice = control,30. # seconds after which a wait is printed
-        control.at(look=self.look, due=self.due)
+        control.at(continued=self._continued, look=self.look, due=self.due)
         self.seen,self.moved = 0,time.monotonic() # last value of the connection's `beat`; when that was new
         self.where,self.pos,self.fits = _outside,_no_pos,0 # as for `watch`; how many of them are open
-        self.waits_since,self.woke = None,0. # when the main thread was first seen to wait; when this process went on after it was stopped
+        self.waits_since,self.woke = None,0. # when the main thread was first seen to wait; when this process continued after a suspension
         self.heard,self.pinged,self.awaited = {},0.,-math.inf # rank -> when its thread was last heard; when this one sent a ping; when another rank waited for this one
         self.reports,self.fresh,self.waiting,self.told = {},{},{},0. # on rank 0: reports with their times; those not yet compared; who has waited for `patience` seconds; when the others were told
 
 # %% ../../nbs/108_comm.watchdog.ipynb #8e081de7
 @patch
 def due(self:Watchdog): return self.control.looked+0.1 if self.fresh and not self.control.faults.heard_of else math.inf
+
+@patch
+def _continued(self:Watchdog, gap):
+    self.woke = now = time.monotonic() # what seemed to be a wait may be over at once
+    self.moved,self.heard = min(now, self.moved+gap),{r:t+gap for r,t in self.heard.items()}
 
 @patch
 @contextmanager
@@ -62,7 +67,6 @@ def watch(self:Watchdog,
 @patch
 def look(self:Watchdog, now):
     c = self.control
-    if now-c.looked>3: self.woke = now # this process was stopped; what seemed to be a wait may be over at once
     self._ping(now)
     if c.beat!=self.seen: self.seen,self.moved = c.beat,now
     if not c.faults.heard_of:

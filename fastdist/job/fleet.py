@@ -119,7 +119,7 @@ class Node:
     "Agent on the machine `name`, at the other end of `channel`"
     def __init__(self, name:str, channel):
         self.name,self.channel,self.link,self.ranks,self.answers = name,channel,Link(channel.inp, channel.out),{},SimpleQueue()
-        self.heard,self.began = None,time.monotonic() # time of the last frame
+        self.heard,self.began,self.taking = None,time.monotonic(),False # time of the last frame; whether one is being handed on, and waits where the terminal is not read
         self.link.open()
         Thread(target=self._read, daemon=True).start()
 
@@ -127,10 +127,15 @@ class Node:
         with suppress(OSError,ValueError):
             for msg,data in self.link:
                 self.heard = time.monotonic()
-                if 'rank' in msg: self.ranks[msg['rank']].take(msg, data)
+                if 'rank' in msg: self._take(msg, data)
                 elif msg['kind']!='ping': self.answers.put((msg,data))
         self.answers.put((None,b''))
         self.lose(self.channel.why())
+
+    def _take(self, msg, data):
+        self.taking = True
+        self.ranks[msg['rank']].take(msg, data)
+        self.taking,self.heard = False,time.monotonic()
 
     def lose(self,
         why:str # What happened to the machine
@@ -141,7 +146,7 @@ class Node:
     def ping(self, silence:float=8):
         "Say something to the agent, and `lose` it where it was silent for as many seconds"
         self.link.send('ping')
-        if self.heard and time.monotonic()-self.heard>silence: self.lose(f'nothing was heard of it for {silence} s')
+        if self.heard and not self.taking and time.monotonic()-self.heard>silence: self.lose(f'nothing was heard of it for {silence} s')
 
     def answer(self,
         timeout:float=300 # Seconds: the first answer comes after an import of torch, which takes minutes from a busy file system
