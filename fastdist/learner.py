@@ -116,6 +116,7 @@ def to_distributed(self:Learner,
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
+    check_known(kwargs, Learner.to_distributed)
     cb = DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)
     k = audited_steps(audit, os.environ)
     self.detach_distributed().add_cb(cb)
@@ -143,6 +144,7 @@ def distrib_ctx(self:Learner,
     **kwargs
 ):
     "Train on all ranks of the job inside the context, which yields the Learner; one inside of another is part of it"
+    check_known(kwargs, Learner.distrib_ctx)
     if any(o.entered for o in self._grab_cbs(DistributedTrainer)):
         _check_part(sync_bn, patience, desync_check, shard, keep_sharded, audit, seed, **kwargs)
         yield self

@@ -80,7 +80,7 @@ def test_a_job_that_is_queued_again_goes_on(here_is_head, monkeypatch, capfd):
     monkeypatch.setenv('FAULTS', '0:slurm:20,0:slurm:42')
     here_is_head().distribute(slurm_head.resumes)(str(Path.cwd()))
     out = ''.join(capfd.readouterr())
-    assert [out.count(o) for o in ('was asked to stop (SIGUSR2)','SIGTERM: the training stops','goes on in fit')]==[1,1,1], out[-3000:]
+    assert [out.count(o) for o in ('was asked to stop (SIGUSR2)','SIGTERM: the training stops','resuming fit')]==[1,1,1], out[-3000:]
     monkeypatch.delenv('FAULTS') # or the run that it is compared with would have them
     is_exact(Path.cwd(), 2)
 

@@ -69,4 +69,4 @@ def test_ranks_that_nobody_looks_after(warm, tmp_path, who):
         os.kill(trains(tmp_path)[who], signal.SIGKILL)
         err = ranks[1-who].result(timeout=60)[1]
         ranks[who].result(timeout=60)
-    assert f'RankError: rank {who} failed:' in err and 'it ended without a word' in err
+    assert f'RankError: rank {who} failed:' in err and 'it died without an error message' in err

@@ -43,7 +43,7 @@ def check_fatal(o):
     for how,text,seconds in told.values(): assert how=='RankError' and names(text, o) and seconds<60
     assert o['seconds']<60 and names(o['head'], o)
     if o['kind']=='dead loop': assert 'did not move' in saw[o['culprit']][1]
-    elif o['place']!='data worker': assert o['culprit'] not in saw and 'without a word' in first(told.values())[1]
+    elif o['place']!='data worker': assert o['culprit'] not in saw and 'without an error message' in first(told.values())[1]
 
 @pytest.mark.parametrize('kind', survivable+fatal)
 def test_faults(all_cells, whole, kind):

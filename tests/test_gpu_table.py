@@ -24,4 +24,4 @@ def test_a_failure_hides_no_other(tmp_path):
     here = str(Path(__file__).parent)
     res = {k:o for (k,_),o in table(tmp_path/'rows.json', '--module', 'gpu_broken', rc=1, PYTHONPATH=os.pathsep.join([here,os.environ.get('PYTHONPATH', '')])).items()}
     test_eq({k:o['result'] for k,o in res.items()}, dict(wrong='did not hold', dies='did not hold', elsewhere='not here', right='held'))
-    assert 'on purpose' in res['wrong']['trace'] and 'without a word' in res['dies']['figure']
+    assert 'on purpose' in res['wrong']['trace'] and 'without an error message' in res['dies']['figure']

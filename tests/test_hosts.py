@@ -80,7 +80,7 @@ def ends(hosts, what, match):
     await_that(lambda: not agents())
 
 @pytest.mark.whole
-def test_a_killed_rank(hosts): ends(hosts, lambda pid: os.kill(pid, signal.SIGKILL), rf'rank 3 on {hosts.names[1]} failed:\nit ended without a word, killed by SIGKILL')
+def test_a_killed_rank(hosts): ends(hosts, lambda pid: os.kill(pid, signal.SIGKILL), rf'rank 3 on {hosts.names[1]} failed:\nit died without an error message, killed by SIGKILL')
 
 class Dies(Callback):
     "Kill rank 3 in the second epoch, if that has not been done"
@@ -96,7 +96,7 @@ def test_the_same_call_again_goes_on(hosts, tmp_path):
         learn = learner()
         with learn.no_bar(), learn.no_logging(): on(hosts, learn.fit_one_cycle)(3, 1e-2, cbs=[Checkpoint(d, every=1), *cbs])
         return learn
-    with pytest.raises(RankError, match=rf'rank 3 on {hosts.names[1]} failed:\nit ended without a word, killed by SIGKILL'): fit(tmp_path/'states', Dies(tmp_path))
+    with pytest.raises(RankError, match=rf'rank 3 on {hosts.names[1]} failed:\nit died without an error message, killed by SIGKILL'): fit(tmp_path/'states', Dies(tmp_path))
     again,once = fit(tmp_path/'states', Dies(tmp_path)),fit(tmp_path/'undisturbed')
     for a,b in zip(again.model.parameters(), once.model.parameters()): assert torch.equal(a, b)
     test_eq(again.recorder.values, once.recorder.values)

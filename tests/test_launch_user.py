@@ -179,7 +179,7 @@ def test_a_script_that_its_data_workers_run_again_does_not_join_twice(warm):
 def test_the_head_shows_the_error_of_a_rank_once():
     _,err = script(broken+head, rc=1)
     assert [err.count(o) for o in ('ValueError:', 'no such thing\n', "KeyError: 'lost'", 'direct cause', 'rank 1 failed:')]==[1,1,1,1,1], err
-    assert 'ends because' not in err and "raise ValueError('no such thing') from e" in err and 'fastai/learner.py:' in err
+    assert 'ends because' not in err and "raise ValueError('no such thing') from e" in err and 'of libraries' in err
     test_eq(frames(err)[-1][1], 'after_batch')
     test_eq(sum('script.py' in o for o,_ in frames(err)), 3)
     assert len(err.splitlines())<25 and len(frames(err))<6
@@ -290,7 +290,7 @@ def test_attributes_that_nobody_has():
     for acc in (cpu(nprocs=2), cpu()):
         with expect_fail(AttributeError, 'You set gradient_acumulation_steps'): acc.gradient_acumulation_steps = 4
         with expect_fail(AttributeError, 'device'): acc.device = 'cuda'
-        with expect_fail(OptionError, '1 or more'): acc.gradient_accumulation_steps = 0
+        with expect_fail(OptionError, 'at least 1'): acc.gradient_accumulation_steps = 0
         with expect_fail(AttributeError, 'mixed_precision'): acc.mixed_precision = 'bf16'
 
 class Steps(Callback):

@@ -101,7 +101,7 @@ def test_a_cell_on_a_cluster(cluster, tmp_path):
     test_eq(res['where'], [os.getcwd(),'of the driver'])
     assert res['epochs']==2 and res['handler']
     assert res['error'].startswith('RankError: rank 1 on ') and 'ValueError: of the script' in res['error'], res['error']
-    assert res['died'].startswith('RankError: rank 1 on ') and 'it ended without a word, killed by SIGKILL' in res['died'], res['died']
+    assert res['died'].startswith('RankError: rank 1 on ') and 'it died without an error message, killed by SIGKILL' in res['died'], res['died']
     test_eq(res['shown'], [['a'*40,False]]*2)
     assert not [o for o in cluster.d.rglob('*.*') if o.is_file() and o.suffix in ('.log','.out','.err') and b'a'*40 in o.read_bytes()]
     assert res['interrupt'][0].startswith('KeyboardInterrupt') and res['interrupt'][1]-res['pressed'][0]<60 and res['free']==4

@@ -123,12 +123,12 @@ def killed(whom):
     return f
 
 @roles
-def test_a_rank_is_killed(who): same_for(on(blocks, killed([who])), who, 'it ended without a word')
+def test_a_rank_is_killed(who): same_for(on(blocks, killed([who])), who, 'it died without an error message')
 
 def test_a_node_is_gone():
     res = [o for o in on(blocks, killed([3,4,5])) if o]
     test_eq(len(res), 5)
-    for who,text in res: assert who in (3,4,5) and 'it ended without a word' in text
+    for who,text in res: assert who in (3,4,5) and 'it died without an error message' in text
     test_eq(len({o[0] for o in res}), 1)
 
 def test_the_first_rank_of_a_node_does_not_reach_rank_0():

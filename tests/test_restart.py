@@ -28,7 +28,7 @@ def is_exact(path, n):
 def test_torchrun_starts_it_again(warm, tmp_path):
     out,err = warm(*torchrun('--max-restarts', 3, script, tmp_path), FAULTS='0:raise:12,1:SIGTERM:42,1:kill:60', timeout=150)
     assert 'a bad batch' in err and err.count('rank 1: SIGTERM')==1 and re.search(r'exitcode: -9\b', err), err[-3000:]
-    test_eq([out.count(o) for o in ('2 ranks on 1 node','stopped in fit 1','fit 0 is done')], [4,1,2])
+    test_eq([out.count(o) for o in ('2 ranks on 1 node','stopped in fit 1','fit 0 already finished')], [4,1,2])
     is_exact(tmp_path, 2)
 
 def test_torchrun_goes_on_with_fewer_nodes(warm, tmp_path):
@@ -41,8 +41,8 @@ def test_torchrun_goes_on_with_fewer_nodes(warm, tmp_path):
         stays,_ = pool.submit(agent, '1:agent:30'),await_that(lambda: served(meets[0]))
         pool.submit(agent, '1:agent:30', -9).result()
         out,err = stays.result()
-    assert '2 ranks on 2 nodes' in out and 'goes on in fit 1' in out
-    assert 'it ended without a word' in err, err[-3000:]
+    assert '2 ranks on 2 nodes' in out and 'resuming fit 1' in out
+    assert 'it died without an error message' in err, err[-3000:]
     for a,b in zip(numbers(tmp_path), undisturbed(2)): test_close(a, b, 1e-4)
 
 def served(at):
@@ -53,7 +53,7 @@ def served(at):
 @pytest.mark.parametrize('how,n', [((),1), (('head',),2)])
 def test_the_same_command_goes_on(warm, tmp_path, how, n):
     for fault,rc in (f'{n-1}:SIGTERM:10',143),('0:SIGUSR1:42',138),('',0): out,err = warm(sys.executable, script, tmp_path, *how, rc=rc, FAULTS=fault)
-    assert not err and 'goes on in fit 1, epoch 0, batch 21' in out or n>1, out+err
+    assert not err and 'resuming fit 1 at epoch 0, batch 21' in out or n>1, out+err
     is_exact(tmp_path, n)
 
 def test_a_process_that_is_killed_goes_on(warm, tmp_path):

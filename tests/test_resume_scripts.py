@@ -163,7 +163,7 @@ scripts = dict(fine_tune=(fine_tune, (4,11)), with_more_between=(with_more_betwe
 def test_it_ends_as_the_undisturbed_run(tmp_path, name):
     f,kills = scripts[name]
     said = survives(f, tmp_path, kills)
-    test_eq((said.count('goes on in fit'), said.count('Traceback')), (1,0))
+    test_eq((said.count('resuming fit'), said.count('Traceback')), (1,0))
 
 # The user's callbacks
 
@@ -234,5 +234,5 @@ def test_a_plain_script(warm, tmp_path, sig, rc):
     test_eq((err.count('the training stops after this step'),'Traceback' in err), (int(rc>0),False))
     out,err = warm(sys.executable, 'train.py')
     test_eq((weights(out),shown_rows(out)[-2:]), (weights(whole),shown_rows(whole)[-2:]))
-    test_eq((out.count('fastdist: goes on in fit'),'Traceback' in err), (1,False))
+    test_eq((out.count('fastdist: resuming fit'),'Traceback' in err), (1,False))
     test_eq(weights(warm(sys.executable, 'train.py')[0]), weights(whole))

@@ -341,7 +341,7 @@ def test_a_permutation_of_the_batch_is_refused_on_ranks():
 
 @pytest.mark.parametrize('seed', (-1,1.5,'42',True))
 def test_a_seed_is_a_whole_number(seed):
-    with pytest.raises(OptionError, match='a whole number, 0 or more'): net(flat())(1).to_distributed(seed=seed)
+    with pytest.raises(OptionError, match='an integer of at least 0'): net(flat())(1).to_distributed(seed=seed)
 
 def test_ranks_have_one_seed():
     def run(rank):

@@ -256,7 +256,7 @@ def loses(rank, path):
         with learn.distrib_ctx(shard=True, patience=3): how = heard(f)
     w = learn.model[1].lin.weight
     rows = w.isfinite().all(1).tolist()
-    (path/str(rank)).write_text(repr((how[0], 'rank 1 failed' in how[1] and 'without a word' in how[1], traces(learn.model)==before, rows, any('is NaN. HINT: a Checkpoint' in str(o.message) for o in seen))))
+    (path/str(rank)).write_text(repr((how[0], 'rank 1 failed' in how[1] and 'without an error message' in how[1], traces(learn.model)==before, rows, any('is NaN. HINT: a Checkpoint' in str(o.message) for o in seen))))
 
 def test_a_rank_is_killed(tmp_path):
     "Nine rows are three of each rank"

@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_ends_the_job(cluster):
     os.kill(trains()[1], signal.SIGKILL)
     await_that(lambda: 'RankError: rank 1 failed:' in text('out'), 15) # ours; the job's end is SLURM's
     how,out = finished(job, cluster, 60)
-    assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it ended without a word' in out, out[-3000:]
+    assert how=='FAILED' and out.count('RankError: rank 1 failed:')==1 and 'it died without an error message' in out, out[-3000:]
 
 def submit_requeue(launcher, env):
     "The example's job, in a folder of its own"
@@ -135,6 +135,6 @@ def test_jobs_that_are_requeued_go_on(cluster):
     "SLURM signals the batch scripts, as it does when the time is nearly up; the jobs run at once"
     for launcher,job in {o:submit_requeue(o, cluster) for o in ('torchrun','python')}.items():
         how,out = finished(job, cluster, 300, f'{launcher}/out')
-        assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'goes on in fit 1' in out, out[-3000:]
+        assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'resuming fit 1' in out, out[-3000:]
         assert 'Restarts=1' in sh(f'scontrol show job {job}', cluster)
         is_exact(Path(launcher), 2)

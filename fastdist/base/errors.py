@@ -26,13 +26,15 @@ class _Sent:
     def __reduce__(self): return copyreg.__newobj__,(type(self),*self.args),vars(self)
 
 class OptionError(_Sent, ValueError):
-    "Raised for an option that fastdist does not honour"
+    "Raised for an option that fastdist does not honour, or that has a wrong value"
     def __init__(self,
         name:str, # Of the option
         val, # What the user set
-        why:str # The reason, and a hint
+        why:str='', # The reason, and a hint
+        must:str='' # What it must be, where this value is wrong whatever the reason
     ):
-        super().__init__(f'You set {name}={val!r}, which fastdist does not honour: {why}')
+        said = f'{name} must be {must}, got {val!r}' if must else f'You set {name}={val!r}, which fastdist does not honour'
+        super().__init__(f'{said}{". " if must else ": "}{why}' if why else said)
 
 # %% ../../nbs/000_base.errors.ipynb #116e25fb
 class VersionError(RuntimeError, AttributeError):

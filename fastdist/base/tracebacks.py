@@ -38,22 +38,29 @@ def library_place(
     return os.path.relpath(path, _python) if inside else None
 
 # %% ../../nbs/001_base.tracebacks.ipynb #f69ecf1a
-def _places(frames):
-    "Return file and lines of `frames`; frames of one file are grouped"
-    runs = [(k,dict.fromkeys(str(f.lineno) for f in fs)) for k,fs in itertools.groupby(frames, lambda f: library_place(f.filename))]
-    s = ' '.join(f'{k}:{",".join(lines)}' for k,lines in runs)
-    return s if len(s)<800 else f'{s[:400]} ... {s[-400:]}'
+def _hidden(n, how): return f'  ... {n} frame{"s"*(n>1)} of libraries{how}\n'
+
+_full = ' (FASTDIST_TRACEBACK=full shows them)'
+_frame = re.compile(r'(  File "[^"\n]+", line \d+, in [^\n]*\n(?:    [^\n]*\n)*)')
+
+def _short_message(text):
+    "Return `text` with the number of library frames in the place of those of a data worker, which torch puts into its message"
+    head,mark,tail = text.partition('Original Traceback (most recent call last):\n')
+    parts = _frame.split(tail)
+    is_theirs = lambda o: bool(_frame.match(o)) and library_place(o.split('"')[1]) is not None
+    runs = [(k,list(g)) for k,g in itertools.groupby(filter(None, parts), is_theirs)]
+    return head+mark+''.join(_hidden(len(g), '') if k else ''.join(g) for k,g in runs)
 
 # %% ../../nbs/001_base.tracebacks.ipynb #fc1613ee
 class ShortStack(StackSummary):
-    "Frames of a traceback; those of libraries, except the last two, are shown as places"
+    "Frames of a traceback; of those of libraries, except the last two, the number is shown"
     def format(self, **kw):
         "Return the lines to print; `kw` are those of `StackSummary.format`"
         tail = len(list(itertools.takewhile(lambda f: library_place(f.filename), reversed(self))))
-        cut,res,how = len(self)-min(tail, 2),[],' (FASTDIST_TRACEBACK=full shows them)'
+        cut,res,how = len(self)-min(tail, 2),[],_full
         for (far,theirs),g in itertools.groupby(enumerate(self), lambda o: (o[0]<cut, library_place(o[1].filename) is not None)):
             frames = [f for _,f in g]
-            if far and theirs: res,how = res+[f'  ... {len(frames)} frame{"s"*(len(frames)>1)}{how}: {_places(frames)}\n'],''
+            if far and theirs: res,how = [*res,_hidden(len(frames), how)],''
             else: res += StackSummary.from_list(frames).format(**kw)
         return res
 
@@ -69,9 +76,10 @@ def shorten(
 def traceback_text(
     e:BaseException # With its traceback
 )->str: # Ends without a newline
-    "Return the text that Python prints for `e`, with frames of libraries as places unless `FASTDIST_TRACEBACK=full` is set"
+    "Return the text that Python prints for `e`, with the number of library frames unless `FASTDIST_TRACEBACK=full` is set"
     t = TracebackException.from_exception(e)
-    return ''.join((t if os.environ.get('FASTDIST_TRACEBACK')=='full' else shorten(t)).format()).rstrip()
+    if os.environ.get('FASTDIST_TRACEBACK')=='full': return ''.join(t.format()).rstrip()
+    return _short_message(''.join(shorten(t).format())).rstrip()
 
 # %% ../../nbs/001_base.tracebacks.ipynb #74744152
 def _is_pythons(show):
@@ -86,8 +94,8 @@ def show_once(
 ):
     "Print one line for an error of another rank, and for Ctrl-C; print a short traceback for a rank's own error and for a `RankError` in the head"
     rank = rank_of()
-    if rank is not None and kind is KeyboardInterrupt and os.environ.get('FASTDIST_TRACEBACK')!='full': is_everywhere(err) and rank or sys.stderr.write(_interrupted(err))
-    elif rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} ends with the error that rank 0 shows, a {kind.__name__}\n')
+    if kind is KeyboardInterrupt and (rank is not None or is_everywhere(err)) and os.environ.get('FASTDIST_TRACEBACK')!='full': is_everywhere(err) and rank or sys.stderr.write(_interrupted(err))
+    elif rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} stopped with the same {kind.__name__}; rank 0 shows it\n')
     elif isinstance(err, RankError) and err.shown and rank not in (None,err.rank) and not is_everywhere(err):
         sys.stderr.write(f'fastdist: rank {rank} ends {_why(err)}\n')
     elif _is_pythons(show) and (rank is not None or isinstance(err, RankError)): sys.stderr.write(traceback_text(err)+'\n')

@@ -26,6 +26,7 @@ from ..base.errors import *
 from ..base.loans import *
 from ..job.fork import *
 from ..job.group import *
+from ..job.options import *
 from .collective_log import *
 from .control import *
 from .vote import *
@@ -128,6 +129,7 @@ def rank0_first(
     **kwargs
 ): # This rank's own result
     "Call `func` on rank 0, then on all other ranks at once; an error on rank 0 is raised on all"
+    check_callable(func, 'rank0_first', 'rank0_first(func, *args)')
     func,w = forked_workers()(partial(func, *args, **kwargs)),this_world()
     if w.size==1: return func()
     with _noted(w, 'rank0_first') as (notes,key):

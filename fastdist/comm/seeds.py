@@ -28,7 +28,7 @@ def check_seed(
 )->int: # `seed`
     "Raise `OptionError` unless `seed` is `None` or a whole number that is not negative"
     if seed is None or isinstance(seed, (int,np.integer)) and not isinstance(seed, bool) and seed>=0: return seed if seed is None else int(seed)
-    raise OptionError('seed', seed, 'HINT: a whole number, 0 or more, such as 42; None leaves random numbers as they are')
+    raise OptionError('seed', seed, 'HINT: 42, say; None leaves random numbers as they are', must='an integer of at least 0')
 
 # %% ../../nbs/112_comm.seeds.ipynb #befdc834
 def key_of(

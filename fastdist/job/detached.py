@@ -47,7 +47,7 @@ def new_folder(
     env:dict # Environment variables
 )->Path:
     "Return a new folder for a job, which only this user can read; raise `OptionError` if there is one of that name"
-    if not re.fullmatch(r'[\w.-]+', name): raise OptionError('detach', name, 'HINT: a name of letters, digits, points and hyphens')
+    if not re.fullmatch(r'[\w.-]+', name): raise OptionError('detach', name, must='a name of letters, digits, points and hyphens')
     for o in job_folders(env):
         with suppress(PermissionError, OSError if o!=job_folders(env)[-1] else ()):
             o.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -240,7 +240,10 @@ def read(
     path # File that `write` wrote
 ):
     "Return the object in `path`; its tensors are on the CPU, and use memory of this process only where it changes them"
-    return torch.load(path, map_location='cpu', weights_only=False, mmap=True)
+    try: return torch.load(path, map_location='cpu', weights_only=False, mmap=True)
+    except AttributeError as e:
+        add_note(e, 'HINT: a class or function has another name in its file than where this object was made: the file was edited after its import. Make the object anew, or restart Python')
+        raise
 
 # %% ../../nbs/007_job.pickling.ipynb #fffd5aa6
 def _in_script(o):

@@ -330,7 +330,7 @@ def failure(self:Ranks)->BaseException:
     own = [o for o in said if not o.of and not o.broken and not o.signum]
     n = len(self.ids)
     if own and own[0].exit and (own[0].exit[0] or len(own)==n): return SystemExit(own[0].exit[0])
-    if len(own)==n>1 and len({o.text.rpartition('\n')[2] for o in own})==1: return RankError(None, f'all {n} ranks failed alike:\n{min(own, key=lambda o: o.rank).text}', shown=False)
+    if len(own)==n>1 and len({o.text.rpartition('\n')[2] for o in own})==1: return RankError(None, f'all {n} ranks raised the same error:\n{min(own, key=lambda o: o.rank).text}', shown=False)
     if own: return self._error(own[0].rank, own[0].text)
     if said and all(o.signum for o in said) and not any(p.exitcode for p in self.procs): return Preempted(said[0].signum)
     gone = [p for p in self.procs if p.exitcode and not (self.d/f'failure{p.rank}').exists()]
@@ -346,7 +346,7 @@ def _gone(self:Ranks, p):
     err = self.of[p.rank][1]
     said = [] if err.to else [o[:200] for o in err.tail.decode(errors='replace').splitlines()[-20:]]
     last = '\n'.join(['', 'The end of its stderr:', *said]) if said else ''
-    return self._error(p.rank, f'{p.why or f"it ended without a word, {_how(p.exitcode)}"}{last}')
+    return self._error(p.rank, f'{p.why or f"it died without an error message, {_how(p.exitcode)}"}{last}')
 
 def _how(code):
     if code>=0: return f'with exit code {code}'
@@ -428,6 +428,7 @@ def start_ranks(
         try:
             for p in places(fun, n, ranks.d, show_all, wanted) if places else local_ranks(fun, n, ranks.d, start): ranks.procs.append(p)
             with passed_on(ranks.procs, died), asks_first(ranks.procs): ranks.wait()
+        except KeyboardInterrupt as e: raise everywhere(e)
         finally: ranks.end()
         res,states = zip(*[read(f'{d}/result{r}') for r in wanted])
     set_cpu_random(states[0])

@@ -129,7 +129,7 @@ def audited_steps(
     "Return the number of steps to compare, from `audit` or else `FASTDIST_AUDIT` of `env`"
     said = env.get('FASTDIST_AUDIT', '') if audit is None else audit
     if str(int(said) if isinstance(said, bool) else said or 0).isdigit(): return int(said or 0)
-    raise OptionError('FASTDIST_AUDIT' if audit is None else 'audit', said, 'HINT: the number of steps to compare, such as 3; 0 for none')
+    raise OptionError('FASTDIST_AUDIT' if audit is None else 'audit', said, must='the number of steps to compare, such as 3; 0 for none')
 
 # %% ../../nbs/808_observe.audit.ipynb #bc254283
 class Replays:

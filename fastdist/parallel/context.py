@@ -110,7 +110,7 @@ def check_patience(
 )->float: # `patience`
     "Raise `OptionError` unless `patience` is `None` or a number above 0"
     if patience is None or isinstance(patience, (int,float)) and patience>0: return patience
-    raise OptionError('patience', patience, 'HINT: seconds without progress after which a rank counts as stuck, more than 0')
+    raise OptionError('patience', patience, must='a number of seconds above 0')
 
 # %% ../../nbs/506_parallel.context.ipynb #a863d9b7
 class Job:

@@ -57,7 +57,7 @@ class ShardPlan:
 def _flag(name, v):
     "Return `v` as a bool; raise `OptionError` if it is a string that says neither yes nor no"
     try: return str2bool(v)
-    except TypeError: raise OptionError(name, v, 'HINT: true or false') from None
+    except TypeError: raise OptionError(name, v, must='true or false') from None
 
 def _name(name, v, names):
     "Return the one of `names` that `v` is: a word, its number from 1, or a member of an enum"
@@ -82,13 +82,13 @@ def _strategy(asked):
 def _classes(names):
     names = names.split(',') if isinstance(names, str) else names or []
     for o in names:
-        if not isinstance(o, str): raise OptionError('transformer_cls_names_to_wrap', o, 'HINT: the name of a class of modules')
+        if not isinstance(o, str): raise OptionError('transformer_cls_names_to_wrap', o, must='the name of a class of modules')
     return tuple(o.strip() for o in names if o.strip())
 
 def _size(n):
     n = int(n) if isinstance(n, str) and n.isdigit() else n
     if isinstance(n, int) and not isinstance(n, bool) and n>0: return n
-    raise OptionError('min_num_params', n, 'HINT: the number of parameters above which a module is a unit, 1 or more')
+    raise OptionError('min_num_params', n, must='an integer of at least 1')
 
 # %% ../../nbs/600_shard.plan.ipynb #fb95afdc
 _ways = dict(zip(FSDP_AUTO_WRAP_POLICY, (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None)))
@@ -101,7 +101,7 @@ def _units(asked, free=False):
     by_name,by_size = policy is transformer_auto_wrap_policy,policy is size_based_auto_wrap_policy
     if names and not by_name: raise OptionError('transformer_cls_names_to_wrap', names, 'auto_wrap_policy chooses units in another way. HINT: set one of them')
     if size is not None and not by_size: raise OptionError('min_num_params', size, 'units are not chosen by size. HINT: auto_wrap_policy=\'SIZE_BASED_WRAP\'')
-    if not (policy is None or callable(policy)): raise OptionError('auto_wrap_policy', policy, f'HINT: one of {", ".join(FSDP_AUTO_WRAP_POLICY)}, or a function')
+    if not (policy is None or callable(policy)): raise OptionError('auto_wrap_policy', policy, must=f'one of {", ".join(FSDP_AUTO_WRAP_POLICY)}, or a function')
     if by_name: return dict(classes=_classes(names))
     return dict(min_params=_size(size)) if by_size else dict(one_unit=policy is None and not (free and asked.get('auto_wrap_policy') is None), policy=policy)
 
@@ -109,7 +109,7 @@ def _units(asked, free=False):
 def _mixed(p):
     "Return the `MixedPrecisionPolicy` that says what `p` says"
     if p is None or isinstance(p, MixedPrecisionPolicy): return p
-    if not isinstance(p, MixedPrecision): raise OptionError('mixed_precision_policy', p, 'HINT: a MixedPrecisionPolicy of torch.distributed.fsdp')
+    if not isinstance(p, MixedPrecision): raise OptionError('mixed_precision_policy', p, must='a MixedPrecisionPolicy of torch.distributed.fsdp')
     for k in {f.name for f in fields(p)}-{'param_dtype','reduce_dtype','cast_forward_inputs','cast_root_forward_inputs'}:
         if getattr(p, k)!=getattr(MixedPrecision(), k):
             raise OptionError(f'mixed_precision_policy.{k}', getattr(p, k), 'FSDP2 has no such setting. HINT: leave it out; \'bf16\' needs fsdp_version=2')
@@ -126,7 +126,7 @@ def _ignored(v):
         except re.error as e: raise OptionError('ignored_modules', v, f'{e}. HINT: a regular expression for names of modules') from None
     v = (v,) if isinstance(v, nn.Module) else tuple(v or ())
     if all(isinstance(o, nn.Module) for o in v): return v
-    raise OptionError('ignored_modules', v, 'HINT: modules, or a regular expression for their names')
+    raise OptionError('ignored_modules', v, must='modules, or a regular expression for their names')
 
 def _full_state(v, version):
     if not v: return version=='1'
@@ -198,7 +198,7 @@ def shard_plan(
     kwargs_handlers:list=None # As for Accelerate; DDP's is refused with shards
 )->ShardPlan: # `None` for replicas
     "Return how the model is divided; raise `OptionError` for what has no effect"
-    if not isinstance(shard, bool): raise OptionError('shard', shard, 'HINT: True or False; fsdp_plugin=FullyShardedDataParallelPlugin(...) says how')
+    if not isinstance(shard, bool): raise OptionError('shard', shard, must='True or False; fsdp_plugin=FullyShardedDataParallelPlugin(...) says how')
     check_options(fsdp_plugin=fsdp_plugin)
     asked,detailed = _from_env(env),fsdp_plugin is not None or asks_for_fsdp(env)
     if keep and not (shard or detailed): raise OptionError('keep_sharded', keep, 'the model is not sharded. HINT: shard=True')

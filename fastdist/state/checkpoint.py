@@ -43,7 +43,7 @@ class Checkpoint(LendingCallback):
         for k,kind in dict(every=int, minutes=(int,float), keep=int).items(): self._check(k, getattr(self, k), kind)
 
     def _check(self, k, v, kind):
-        if not (v is None and k!='keep' or isinstance(v, kind) and v>0): raise OptionError(k, v, 'HINT: a number above 0'+(', or None' if k!='keep' else ''))
+        if not (v is None and k!='keep' or isinstance(v, kind) and v>0): raise OptionError(k, v, must='a number above 0'+(', or None' if k!='keep' else ''))
 
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('now','handed')}
 

@@ -157,7 +157,7 @@ class CheckpointWriter:
     def put_off(self):
         "Let a state be due as soon as the one that is being written is done"
         self.due = -math.inf
-        if 'busy' not in self.said: warn(f'To write a state to {self.fit.path} takes longer than {self.every} steps, so states are fewer. HINT: a larger every')
+        if 'busy' not in self.said: warn(f'Writing a checkpoint takes longer than every={self.every} steps; some were skipped. HINT: a larger every')
         self.said.add('busy')
 
     def _begin(self):

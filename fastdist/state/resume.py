@@ -135,7 +135,7 @@ def announce(self:Resume):
     at,fit = self.found['about'],self.fit
     if fit.rank==0 and at['ranks']==fit.size and at['threads']!=torch.get_num_threads(): warn(f'The state was made with {at["threads"]} threads, and there are {torch.get_num_threads()} '
         'now, so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
-    fit.say(f'goes on in fit {fit.number}, epoch {at["epoch"]}, batch {at["batch"]}, from {self.found["path"]}')
+    fit.say(f'resuming fit {fit.number} at epoch {at["epoch"]}, batch {at["batch"]} from {self.found["path"]}')
 
 @patch
 def _name_edits(self:Resume, was, done):
@@ -181,7 +181,7 @@ def skip(self:Resume)->bool:
     _skipped.add(self.fit.learn)
     self.put_back()
     self.set_random()
-    self.fit.say(f'fit {self.fit.number} is done, its end was read from {self.found["path"]}')
+    self.fit.say(f'fit {self.fit.number} already finished; loaded its final state from {self.found["path"]}')
     return True
 
 # %% ../../nbs/412_state.resume.ipynb #7bddb6af

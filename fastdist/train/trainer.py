@@ -79,12 +79,15 @@ class DistributedTrainer(WrapperCallback):
         seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
         **kwargs
     ):
+        check_known(kwargs, DistributedTrainer)
         check_options(**kwargs)
-        self.seed = check_seed(seed)
-        self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience),desync_check,kwargs,False
-        self.plan = _plan(shard, kwargs.pop('fsdp_plugin', None), keep_sharded, kwargs.get('kwargs_handlers'))
-        self.split = kwargs.pop('split_batches', None) is True or getattr(kwargs.get('dataloader_config'), 'split_batches', False)
-        self.accelerator = RankAccelerator(**kwargs)
+        given = ContextOptions(kwargs)
+        opts = given.options
+        self.seed,self.precision = check_seed(seed),given.precision
+        self.sync_bn,self.patience,self.desync_check,self.options,self._said = sync_bn,check_patience(patience) or given.patience,desync_check,opts,False
+        self.plan = _plan(shard, opts.pop('fsdp_plugin', None), keep_sharded, opts.get('kwargs_handlers'))
+        self.split = opts.pop('split_batches', None) is True or getattr(opts.get('dataloader_config'), 'split_batches', False)
+        self.accelerator = RankAccelerator(dtype=given.dtype, **opts)
         self._init_state()
 
     def _init_state(self):
@@ -115,10 +118,12 @@ def _asks_for_nothing(options, env):
 # %% ../../nbs/709_train.trainer.ipynb #db60d167
 @patch
 def _lend(self:DistributedTrainer):
-    check_env(os.environ)
     _warn_lone(os.environ)
     w,plan = self.accelerator.world,self.plan
-    if w.size>1 or self.seed is not None or not _asks_for_nothing(self.options, os.environ): self._join(w, plan)
+    with changed_env(**({'ACCELERATE_MIXED_PRECISION':self.precision} if self.precision else {})):
+        check_env(os.environ)
+        asks = self.seed is not None or self.accelerator.dtype is not None or not _asks_for_nothing(self.options, os.environ)
+        if w.size>1 or asks: self._join(w, plan)
     self.entered = ExitStack()
     self.entered.enter_context(forked_workers())
     if w.size==1: self.entered.enter_context(own_report(self.learn))
@@ -126,7 +131,9 @@ def _lend(self:DistributedTrainer):
 @patch
 def _join(self:DistributedTrainer, w, plan):
     self.be_alone(w.size)
+    self.learn.model.to(dtype=self.accelerator.dtype)
     self.job = Job(self.learn, w, dict(self.options), self.patience, place_model=not plan or w.size==1)
+    if self.accelerator.dtype is not None: self.job.help(CastBatch(self.accelerator))
     self.accelerator.adopt(self.job.member, self.job.live.acc)
     self._make_parts(w, plan)
     if w.size>1: _enter(self.job, self.layout, plan, self.sync_bn)
