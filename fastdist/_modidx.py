@@ -887,7 +887,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.data.fetch.padded_to': ('data.fetch.html#padded_to', 'fastdist/data/fetch.py'),
                                      'fastdist.data.fetch.rows': ('data.fetch.html#rows', 'fastdist/data/fetch.py'),
                                      'fastdist.data.fetch.samples': ('data.fetch.html#samples', 'fastdist/data/fetch.py'),
-                                     'fastdist.data.fetch.watched': ('data.fetch.html#watched', 'fastdist/data/fetch.py')},
+                                     'fastdist.data.fetch.watched_workers': ('data.fetch.html#watched_workers', 'fastdist/data/fetch.py')},
             'fastdist.data.loader': { 'fastdist.data.loader.DistributedDL': ('data.loader.html#distributeddl', 'fastdist/data/loader.py'),
                                       'fastdist.data.loader.DistributedDL.__init__': ( 'data.loader.html#distributeddl.__init__',
                                                                                        'fastdist/data/loader.py'),

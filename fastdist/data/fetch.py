@@ -12,7 +12,7 @@ any moment. What is not known to come out the same, to the bit and in its types,
 
 # %% auto #0
 __all__ = ['is_fastais', 'is_empty', 'makes_plainly', 'samples', 'fetch_items', 'collate_items', 'padded_to', 'rows',
-           'WorkerWatch', 'watched', 'open_batches', 'on_device', 'lies_on']
+           'WorkerWatch', 'watched_workers', 'open_batches', 'on_device', 'lies_on']
 
 # %% ../../nbs/204_data.fetch.ipynb #9f3d4283
 import faulthandler,operator,os,signal,sys,sysconfig,time,torch,numpy as np
@@ -252,7 +252,7 @@ class WorkerWatch:
             w.join(5)
 
 # %% ../../nbs/204_data.fetch.ipynb #7a11d004
-def watched(
+def watched_workers(
     make:callable # Called without arguments
 ): # What `make` returns
     "Call `make`, which may start data workers, and watch those of torch's iterator that it returns"
@@ -266,7 +266,7 @@ def open_batches(
     fake # `fake_l` of a fastai `DataLoader`
 ): # Iterator over its batches, before they are put on a device
     "Return torch's iterator over `fake`, with workers seeded and started; in this process, what it iterates over"
-    it = watched(lambda: _loaders[False](fake)) if fake.num_workers else _loaders[True](fake)
+    it = watched_workers(lambda: _loaders[False](fake)) if fake.num_workers else _loaders[True](fake)
     if fake.num_workers or fake.pin_memory or torch.autograd._profiler_enabled(): return it
     return getattr(getattr(it, '_dataset_fetcher', None), 'dataset_iter', it)
 

@@ -156,7 +156,7 @@ class TorchIndexed(TorchSource):
         o,d = self.loader,self.deal
         if isinstance(o.dataset, PlacedData): idxs = Places(idxs, p)
         ifnone(o.batch_sampler, o.sampler).set(idxs, d.bs, d.drop_last and not d.ranks.slicing)
-        it = watched(partial(iter, o))
+        it = watched_workers(partial(iter, o))
         p.begin()
         return it
 
@@ -219,7 +219,7 @@ class TorchAsIs(TorchSource):
         with ExitStack() as stack:
             by = From(getattr(dl, name), p.at, lambda: (stack.close(),p.begin()), ahead, note)
             stack.enter_context(_ordered_by(dl, name, by, p.alive))
-            it = watched(partial(iter, dl))
+            it = watched_workers(partial(iter, dl))
             first = list(islice(it, 1))
         p.begin()
         return chain(first, it)
@@ -293,7 +293,7 @@ class TorchStream(TorchSource):
 
     def open(self, p, idxs):
         "Return an iterator over this rank's slices, which are counted in `p.deal`"
-        it = watched(partial(iter, self.loader))
+        it = watched_workers(partial(iter, self.loader))
         if not p.past: p.begin()
         return counted(it, p)
 
