@@ -193,7 +193,7 @@ def _is_idle_in(line):
     if file.endswith(_fetch): return False
     return file.startswith(_torch+_ours) or file.startswith(_stdlib) and 'site-packages' not in file
 
-_package = Path(__file__).parent.parent
+_package = Path(control_connection.__code__.co_filename).parent.parent
 _torch,_ours,_stdlib = (f'{Path(torch.__file__).parent}/',),tuple(f'{_package/o}/' for o in ('base','job')),f'{sysconfig.get_path("stdlib")}/'
 _fetch = 'torch/utils/data/_utils/fetch.py'
 
