@@ -12,7 +12,7 @@
 | `DistributedTrainer`, `ParallelTrainer` | the callbacks behind the contexts |
 | `setup_distrib`, `teardown_distrib`, `this_world`, `World` | join a job and leave it by hand; rank, size and device of this process |
 | `on_ranks` | call a function on a few CPU ranks, as the pages here do |
-| `RankError`, `WorldError`, `OptionError`, `DesyncError`, `ResumeError`, `HomeError`, `Preempted` | what is raised, each with what was set, what was found, and what to do |
+| `RankError`, `WorldError`, `OptionError`, `DesyncError`, `ResumeError`, `SeedError`, `VersionError`, `HomeError`, `Preempted` | what is raised, each with what was set, what was found, and what to do |
 
 Modules:
 
@@ -138,7 +138,7 @@ if os.path.basename(sys.argv[0])!='fastdist-check' or sys.argv[1:2]!=['--job']: 
     from types import ModuleType
     from torch.nn.parallel import DataParallel, DistributedDataParallel
     from fastai.torch_core import num_distrib, rank_distrib
-    from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, VersionError, WorldError
+    from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, SeedError, VersionError, WorldError
     from .job.world import World, install_fault, own_version
     from .job.group import this_world, setup_distrib, teardown_distrib
     from .job.fork import on_ranks
@@ -156,7 +156,7 @@ if os.path.basename(sys.argv[0])!='fastdist-check' or sys.argv[1:2]!=['--job']: 
     if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
     __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
         'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-        'DesyncError', 'Checkpoint', 'ResumeError', 'VersionError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
+        'DesyncError', 'Checkpoint', 'ResumeError', 'SeedError', 'VersionError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
 
 def __getattr__(name):
     "Return what Accelerate calls `name`, so that a script that imports from it may import from fastdist"

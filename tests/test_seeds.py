@@ -378,3 +378,9 @@ def test_without_a_seed_and_after_a_context_torch_draws_as_ever():
         test_eq(dropped(), was)
         test_eq([torch.equal(o, was) for o in found], [not ctx]*len(found))
         found.clear()
+
+def test_every_exception_is_importable():
+    import fastdist
+    from fastdist.base import errors
+    kinds = [k for k,v in vars(errors).items() if isinstance(v, type) and issubclass(v, BaseException) and k[0]!='_']
+    for k in kinds: assert k in fastdist.__all__ and getattr(fastdist, k) is getattr(errors, k), k

@@ -13,11 +13,13 @@ on whatever rank, in whatever worker, after whatever else. The hash is BLAKE2, s
 __all__ = ['check_seed', 'key_of', 'set_random', 'own_generators', 'Seeds', 'Placed', 'Seeded', 'seed_of']
 
 # %% ../../nbs/112_comm.seeds.ipynb #10c7b361
-import random,torch,numpy as np
+import functools,random,torch,numpy as np
 from collections import deque
 from hashlib import blake2b
-from types import FunctionType,ModuleType
+from threading import Thread
+from types import CellType,FunctionType,MethodType,ModuleType
 from fastcore.all import *
+from fastai.learner import Learner
 from ..base.errors import *
 from ..job.callbacks import *
 from .rng import *
@@ -50,28 +52,40 @@ def set_random(
 _seeders = {torch.Generator: torch.Generator.manual_seed, random.Random: random.Random.seed, np.random.RandomState: lambda o,k: o.seed(k&0xffffffff),
     np.random.Generator: lambda o,k: setattr(o.bit_generator, 'state', type(o.bit_generator)(k).state)}
 _global = torch.default_generator,np.random.mtrand._rand
-_data = torch.Tensor,np.ndarray,str,bytes,int,float,type,ModuleType,FunctionType
+_data = torch.Tensor,np.ndarray,str,bytes,int,float,type,ModuleType,Learner,Thread
+_many = 256 # a longer list is data
+
+def _cells(f): return [c.cell_contents for c in f.__closure__ or () if c!=CellType()]
+
+def _slots(o):
+    "Return the values in the `__slots__` of `o`"
+    names = [k for c in type(o).__mro__ for k in listify(vars(c).get('__slots__', ())) if k not in ('__dict__','__weakref__')]
+    return [vars(type(o)).get(k, getattr(type(o), k, None)).__get__(o) for k in names if hasattr(o, k)]
 
 def _inner(o):
     "Return what `o` holds, that may hold a generator"
-    if isinstance(o, dict): return list(o.values())
-    if isinstance(o, (list,tuple,set,L,deque)): return list(o) if len(o)<=64 else []
-    return [*vars(o).values()] if hasattr(o, '__dict__') else []
+    if isinstance(o, MethodType): return [o.__self__,o.__func__]
+    if isinstance(o, functools.partial): return [o.func,*o.args,*o.keywords.values()]
+    held = _cells(o)+[*(o.__defaults__ or ()),*(o.__kwdefaults__ or {}).values()] if isinstance(o, FunctionType) else []
+    if isinstance(o, dict): held += dict.values(o)
+    kind = next((k for k in (list,tuple,set,deque) if isinstance(o, k)), None) # not an `L`, whose items may be read by transforms
+    if kind and kind.__len__(o)<=_many: held += kind.__iter__(o)
+    return [*held,*getattr(o, '__dict__', {}).values(),*_slots(o)]
 
 def own_generators(
     *roots, # Data sets, transforms, callbacks, modules
-    depth:int=4, # How far is looked, from each of them
+    deep:bool=True, # Whether what they hold is looked into too, however deep; else only their own attributes
     but:tuple=() # Objects that are not looked into
 )->list: # Pairs: generator, function that seeds it
     "Return the user's generators that `roots` hold, in the same order in each process"
-    seen,found,todo = {id(o) for o in (*_global,*but)},[],[(o,depth) for o in reversed(roots)]
+    seen,found,todo = {id(o):o for o in (*_global,*but)},[],[(o,True) for o in reversed(roots)]
     while todo:
-        o,d = todo.pop()
-        if id(o) in seen or isinstance(o, (*_data,random.SystemRandom)): continue
-        seen.add(id(o))
+        o,goes = todo.pop()
+        if id(o) in seen or o is None or isinstance(o, (*_data,random.SystemRandom)): continue
+        seen[id(o)] = o # kept, so that no other object gets its number
         f = first(f for k,f in _seeders.items() if isinstance(o, k))
         if f: found.append((o,f))
-        elif d: todo += [(v,d-1) for v in reversed(_inner(o)) if id(v) not in seen]
+        elif goes: todo += [(v,deep) for v in reversed(_inner(o)) if id(v) not in seen]
     return found
 
 # %% ../../nbs/112_comm.seeds.ipynb #7ca9d821

@@ -142,7 +142,7 @@ class TorchIndexed(TorchSource):
         if self.starts_workers(p):
             seed = torch.empty((), dtype=torch.int64).random_(generator=self.dl.generator).item()
             self.loader.generator.manual_seed(seed-self.deal.ranks.rank)
-        if p.seeds: p.seeds.within(own=own_generators(*loader_and_samplers(self.dl), depth=1))('order') # however many workers have taken a seed
+        if p.seeds: p.seeds.within(own=own_generators(*loader_and_samplers(self.dl), deep=False))('order') # however many workers have taken a seed
         return self.order()
 
     def draw(self, p):

@@ -30,7 +30,7 @@ def attrs_of(
     return {k:getattr(o, k) for k in slots} | dict(getattr(o, '__dict__', {}))
 
 def _copied(v):
-    try: return Copies(v)()
+    try: return Copies(v, params=False)()
     except Exception: return v
 
 def zero_state(

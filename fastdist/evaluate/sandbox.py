@@ -16,6 +16,7 @@ __all__ = ['Copies', 'is_quiet', 'to_try', 'unnoticed']
 # %% ../../nbs/301_evaluate.sandbox.ipynb #0054627d
 import builtins,dis,inspect,io,numbers,pickle,torch,warnings,numpy as np
 from contextlib import contextmanager
+from copy import deepcopy
 from enum import Enum
 from types import BuiltinFunctionType,FunctionType,ModuleType
 from fastcore.all import *
@@ -30,7 +31,7 @@ from ..comm.rng import *
 from ..comm.draws import *
 
 # %% ../../nbs/301_evaluate.sandbox.ipynb #460e7686
-_shared = type,FunctionType,BuiltinFunctionType,ModuleType,torch.nn.Parameter
+_shared = type,FunctionType,BuiltinFunctionType,ModuleType
 _whole = Learner,Callback,DataLoaders,DataLoader,TorchLoader,Dataset
 
 class _File(io.BytesIO):
@@ -60,32 +61,43 @@ class _Dumper(pickle.Pickler):
         return self.at[id(o)]
 
     def _meet(self, o):
-        tensor = isinstance(o, torch.Tensor) and not isinstance(o, _shared)
+        tensor = isinstance(o, torch.Tensor) and not isinstance(o, torch.nn.Parameter)
         if tensor: self.f.spend(o.numel()*o.element_size())
         self.met.append((o,o.detach().clone() if tensor else None))
         return len(self.met)-1
 
 # %% ../../nbs/301_evaluate.sandbox.ipynb #dbbfa130
+def _copied_parameter(p):
+    "Return a copy of the parameter `p` with its attributes"
+    res = deepcopy(p)
+    vars(res).update(vars(p))
+    return res
+
 class _Loader(pickle.Unpickler):
-    def __init__(self, raw, met):
+    def __init__(self, raw, met, params):
         super().__init__(io.BytesIO(raw))
-        self.met,self.made = met,{}
+        self.met,self.made,self.params = met,{},params
 
     def persistent_load(self, i):
         "Return object `i`: a copy of a tensor, the same copy each time, or the shared object itself"
         o,t = self.met[i]
-        if t is None: return o
-        return self.made.setdefault(i, t.clone())
+        if i in self.made: return self.made[i]
+        copies = self.params and isinstance(o, torch.nn.Parameter)
+        self.made[i] = _copied_parameter(o) if copies else o if t is None else t.clone()
+        return self.made[i]
 
 class Copies:
-    "Factory of copies of `o` in its present state; they share functions, classes, modules and parameters with it, and nothing else"
-    def __init__(self, o):
-        f = _File()
+    "Factory of copies of `o` in its present state; they share functions, classes and modules with it, and nothing else"
+    def __init__(self,
+        o, # Can be pickled
+        params:bool=True # Whether parameters are copied, from what they hold when a copy is made; else they are shared
+    ):
+        self.params,f = params,_File()
         d = _Dumper(f)
         d.dump(o)
         self.raw,self.met = f.getvalue(),d.met
 
-    def __call__(self): return _Loader(self.raw, self.met).load()
+    def __call__(self): return _Loader(self.raw, self.met, self.params).load()
 
     @property
     def shared(self):

@@ -157,10 +157,10 @@ def _pass(self:Seeding, kind):
         with self.counted(kind): yield
         return
     learn,size = self.owner,self.phases.size
-    own = own_generators(*learn.cbs, learn.loss_func, *own_model(learn).modules(), depth=2, but=(learn,))
+    own = own_generators(*learn.cbs, learn.loss_func, *own_model(learn).modules(), but=(learn,))
     with Loans() as loans,self.counted(kind) if kind!='train' else self.place(kind):
         self.stack[-1] = self.seeds.within(own=own)
-        for i,(o,f) in enumerate(own_generators(*loader_and_samplers(learn.dl), depth=1)): f(o, key_of(*self.seeds.place, 'order', i))
+        for i,(o,f) in enumerate(own_generators(*loader_and_samplers(learn.dl), deep=False)): f(o, key_of(*self.seeds.place, 'order', i))
         for cb in learn._grab_cbs(MixHandler) if size>1 else []: loans.lend(cb, before_batch=partial(self._show_whole, cb, cb.before_batch))
         self._watch(loans)
         yield
@@ -217,7 +217,7 @@ def _try_transforms(self:Seeding, tfms, b):
     self.tried.append(tfms)
     self.draws.patterns.lines['NumPy','numbers'] = 'a batch transform'
     back = Rewind(tfms, spare=2**24)
-    try: try_function(self.draws, tfms, b, find_bs(b), own=own_generators(tfms, depth=3))
+    try: try_function(self.draws, tfms, b, find_bs(b), own=own_generators(tfms))
     except Exception as e:
         if isinstance(e, (RankError,SeedError)) or is_broken(e): raise
     finally: back.restore(random=False)
@@ -231,7 +231,7 @@ def transformed(self:Seeding,
     "Return `b` after the batch transforms of `dl`"
     k = p.done-1
     if self.phases.size>1: self._try_transforms(dl.after_batch, b)
-    p.seeds.within(own=own_generators(dl.after_batch, depth=3))('transform', k)
+    p.seeds.within(own=own_generators(dl.after_batch))('transform', k)
     if self.phases.size>1: self.draws.patterns.inputs = _shapes(b)
     self.draws.counts = k not in p.deal.totals
     with self.draws.rows(*_shown(_rows(p.deal, k), b)): return dl.after_batch(b)
@@ -244,7 +244,7 @@ class TrialInPlace:
     ): self.model = model
     def run(self, xb, training, times=1):
         "Return `module_outputs` of the model in the last of `times` passes"
-        back = Rewind(self.model)
+        back = Rewind(self.model, *map(vars, self.model.modules())) # modules of whatever library, those that a fit has synchronised too
         try:
             with scratch_files(),redirect_stdout(io.StringIO()): return [module_outputs(self.model, xb, training) for _ in range(times)][-1]
         finally: back.restore(random=False)
@@ -318,7 +318,7 @@ def _watch(self:Seeding, loans):
     for cb in self.owner.cbs.sorted('order'):
         if type(cb).__module__.partition('.')[0] in ('fastai','fastdist') or isinstance(cb, MixHandler): continue
         seen[cb.name] += 1
-        own = own_generators(cb, depth=2, but=(self.owner,))
+        own = own_generators(cb, but=(self.owner,))
         for event in _events:
             if hasattr(type(cb), event): loans.lend(cb, **{event:partial(self._watched, cb, event, getattr(cb, event), own, (cb.name,seen[cb.name],event))})
 

@@ -315,7 +315,7 @@ def reverted(
     with preserved(*objs):
         for o in objs: vars(o).update({k:v.copy() for k,v in vars(o).items() if isinstance(v, (list,dict,set,L))})
         for o in filter(risinstance(Metric), objs):
-            with suppress(Exception): vars(o).update(vars(Copies(o)()))
+            with suppress(Exception): vars(o).update(vars(Copies(o, params=False)()))
         yield
 
 # %% ../../nbs/701_train.events.ipynb #79aa6ba6
