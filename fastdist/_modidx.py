@@ -3373,6 +3373,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastdist/shard/layout.py'),
                                        'fastdist.shard.layout._WholeNumber.__init__': ( 'shard.layout.html#_wholenumber.__init__',
                                                                                         'fastdist/shard/layout.py'),
+                                       'fastdist.shard.layout._check_same': ('shard.layout.html#_check_same', 'fastdist/shard/layout.py'),
                                        'fastdist.shard.layout._of_shards': ('shard.layout.html#_of_shards', 'fastdist/shard/layout.py'),
                                        'fastdist.shard.layout.explain_shards': ( 'shard.layout.html#explain_shards',
                                                                                  'fastdist/shard/layout.py'),

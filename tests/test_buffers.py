@@ -84,7 +84,8 @@ class Midway(Callback):
 
 exact = dict(instance=lambda: body(inst()), some_momentum=lambda: body(inst(momentum=.4)), never=lambda: body(inst(momentum=None)),
     beside_a_mask=lambda: body(inst(), Masked()), cumulative=lambda: body(nn.BatchNorm1d(3, momentum=None)), mask=lambda: body(Masked(), nn.BatchNorm1d(3)),
-    own=lambda: body(OwnNorm(3)), active=lambda: body(Active(3)), spectral=lambda: nn.Sequential(spectral_norm(nn.Conv1d(2,3,3)), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12,1)))
+    own=lambda: body(OwnNorm(3)), active=lambda: body(Active(3)),
+    spectral=lambda: nn.Sequential(spectral_norm(nn.Conv1d(2,3,3)), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12,1)))
 
 @pytest.mark.parametrize('size', [2,3])
 @pytest.mark.parametrize('case', exact)

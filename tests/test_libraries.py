@@ -1,6 +1,5 @@
 "Models of libraries, in fastai's own lines, train on ranks as in one process, and without a warning"
-import warnings
-import pytest
+import pytest,warnings
 from contextlib import nullcontext
 from fastcore.test import test_eq
 from fastai.vision.all import *
