@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from fastcore.test import test_close,test_eq
 from fastai.vision.all import *
 from fastai.vision.gan import *
+from torch.nn.utils.prune import l1_unstructured
 from accelerate.utils import DDPCommunicationHookType,DistributedDataParallelKwargs
 from fastdist import *
 from collectives import counting
@@ -305,6 +306,71 @@ def test_a_layer_that_one_rank_uses():
         return fitted(learner(6, model=partial(Branches, rank%2)), cbs=Extra(), **kw)[0]
     res = on_ranks(f, 3, join=False)
     for o in res[1:]: test_eq(o, res[0])
+
+# Parameters without a gradient, and parameters that were replaced
+
+class Heads(nn.Module):
+    "Uses its second head where `uses` says so"
+    def __init__(self, uses):
+        super().__init__()
+        self.uses,self.n,self.body,self.a,self.b = uses,0,nn.Linear(8,6),nn.Linear(6,3),nn.Linear(6,3)
+    def forward(self, x):
+        self.n += self.training
+        h = self.body(x).tanh()
+        return self.a(h)+self.b(h) if self.uses(self.n) else self.a(h)
+
+class SomeSamples(Heads):
+    "The second head gets those samples of a batch that are far out, if there are some"
+    def forward(self, x):
+        h,far = self.body(x).tanh(),(x[:,0]>.8).nonzero()[:,0]
+        return self.a(h).index_add(0, far, self.b(h[far])) if len(far) else self.a(h)
+
+class SparseHead(nn.Module):
+    "Has a table that it does not use"
+    def __init__(self):
+        super().__init__()
+        self.a,self.table = nn.Linear(8,3),nn.Embedding(5, 3, sparse=True)
+    def forward(self, x): return self.a(x)
+
+never,later,flips = lambda n: False,lambda n: n>2,lambda n: n%3==0
+heads = dict(never=partial(Heads, never), later=partial(Heads, later), flips=partial(Heads, flips), samples=partial(SomeSamples, never), sparse=SparseHead)
+adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
+
+@replicas
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize('size', (2,3))
+@pytest.mark.parametrize('k', heads)
+def test_parameters_that_some_steps_do_not_use(k, size):
+    "The optimizer leaves alone what has never had a gradient, and lets weights decay that had one once"
+    opt = partial(SGD, mom=0.) if k=='sparse' else partial(Adam, eps=1e-3)
+    compare(partial(learner, model=heads[k], opt=opt), size=size)
+
+@replicas
+@pytest.mark.parametrize('k', ('never','flips'))
+def test_unused_parameters_in_torchs_optimizers_and_windows(k):
+    compare(partial(learner, model=heads[k], opt=adamw), size=3, tol=1e-4)
+    compare(partial(learner, model=heads[k]), partial(GradientAccumulation, 24), size=2, n=1)
+
+class Replace(Callback):
+    "Puts new parameters into the model"
+    def __init__(self, event, put): setattr(self, event, partial(self.once, put))
+    def once(self, put):
+        if getattr(self, 'done', False) or getattr(self, 'epoch', None)==0 and not hasattr(self, 'before_fit'): return
+        self.done = True
+        put(self.learn)
+        if self.learn.opt: self.learn.create_opt()
+        self.learn.opt.set_hypers(lr=.05)
+
+def new_head(learn):
+    set_seed(4)
+    learn.model[2] = nn.Linear(6,3)
+def halve(learn): learn.model[2].weight = nn.Parameter(learn.model[2].weight.detach()/2)
+def reparametrize(learn): nn.utils.parametrizations.weight_norm(learn.model[2])
+def prune(learn): l1_unstructured(learn.model[2], 'weight', amount=.5)
+
+@replicas
+@pytest.mark.parametrize('event,put,size', [('before_fit',new_head,2), ('before_batch',new_head,3), ('before_epoch',halve,2), ('before_epoch',reparametrize,3), ('before_batch',prune,2)])
+def test_parameters_that_a_callback_replaces(event, put, size): compare(learner, lambda: Replace(event, put), size)
 
 # Trainings within a training
 

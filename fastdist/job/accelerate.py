@@ -100,12 +100,13 @@ class ProcessAccelerator:
 def prepare(self:ProcessAccelerator,
     model:torch.nn.Module, # On its device
     carrier:callable=None, # `carrier(model)` has the forward pass of `model` and a parameter `carry`; `model` itself by default
-    own=() # Modules whose buffers the caller exchanges
+    own=(), # Modules whose buffers the caller exchanges
+    left=() # Parameters of `model` that are not in the exchange
 )->torch.nn.Module: # In `DistributedDataParallel` if there are several ranks and it has trainable parameters; compiled if the options say so
     "Return the module for the forward pass of training; `model` itself is not changed"
     shared = carrier(model) if carrier and self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
     self.carry = shared.carry if shared is not model and self._carries() else None
-    if shared is not model: self._fit_for_ddp(shared)
+    if shared is not model: self._fit_for_ddp(shared, left)
     self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=self._buffers_each_step(model, own))
     with accelerate_env(self.world), catch_warnings():
         filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
@@ -115,10 +116,13 @@ def prepare(self:ProcessAccelerator,
 
 # %% ../../nbs/010_job.accelerate.ipynb #85a0f5cc
 @patch
-def _fit_for_ddp(self:ProcessAccelerator, shared):
-    "Let DDP wait for the gradients that a backward pass gives: not for those of a carrier that carries nothing, and of parameters without elements"
+def _fit_for_ddp(self:ProcessAccelerator, shared, left=()):
+    "Let DDP wait for the gradients that a backward pass gives: not for those of a carrier that carries nothing, of `left`, and of parameters without elements"
     shared.carry.requires_grad_(self._carries())
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(shared, [n for n,p in shared.named_parameters() if not p.numel()])
+    ids = {id(p) for p in left}
+    out = [n for n,p in shared.named_parameters(remove_duplicate=False) if id(p) in ids or not p.numel()]
+    for p in shared.parameters(): vars(p).pop('_ddp_ignored', None) # of a wrapper before
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(shared, out)
 
 @patch
 def _buffers_each_step(self:ProcessAccelerator, model, own):

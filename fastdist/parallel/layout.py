@@ -57,7 +57,11 @@ class Wrappers:
         new = now.key not in self.made
         if new: self.made[now.key] = now,self.make(now)
         self.last = now
-        return now,self.made[now.key][1],new or was.model is not now.model
+        return now,self.made[now.key][1],new or [*map(id, was.modules)]!=[*map(id, now.modules)]
+
+    def renew(self):
+        "Let `of` make another wrapper for the parameters of now"
+        self.made.pop(self.last.key, None)
 
     @property
     def models(self):

@@ -18,9 +18,11 @@ from fastcore.all import *
 from fastai.basics import *
 import torch
 from torch import nn,distributed as dist
+from contextlib import nullcontext
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from ..base.errors import *
 from ..job.group import *
 from ..comm.collectives import *
@@ -106,6 +108,15 @@ def _backward_cuda(dy, x, w, mean, inv, n):
     return torch.batch_norm_backward_elemt(dy, x, mean, inv, w, *sums.chunk(2), n.to(torch.int32).view(1)),dw,db
 
 # %% ../../nbs/503_parallel.norms.ipynb #c633d79c
+def _normalised(m, x, w, b, eps):
+    "Return `x` normalised over all ranks, their mean and unbiased variance; `None` where one value has no variance"
+    if x.is_cuda and m.alone and x.numel()==x.shape[1]: return # a question about `n` would wait for the device
+    x_ = x if x.is_cuda or x.dtype==torch.float64 else x.float()
+    y,mean,var,n = _GroupNormalise.apply(x_, w, b, eps, m.padding)
+    if x.is_cuda or n!=1: return y.to(x.dtype),mean,var*n/(n-1).clamp(min=1)
+
+def _refuse(x): raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}') # as in one process
+
 class _Sync(nn.SyncBatchNorm):
     "Batch norm that counts the samples of all ranks in training; its evaluation stays that of its own class"
     process_group,padding,alone = None,False,False # `padding`: whether the batch only makes the step; `alone`: whether no other rank has samples
@@ -113,14 +124,11 @@ class _Sync(nn.SyncBatchNorm):
     def forward(self, x):
         "Normalise `x`, in training with the statistics of all ranks"
         if not self.training: return _BatchNorm.forward(self, x)
-        x_ = x if x.is_cuda or x.dtype==torch.float64 else x.float()
-        lone = x.is_cuda and self.alone and x.numel()==x.shape[1] # there a question about `n` would wait for the device
-        if not lone: y,mean,var,n = _GroupNormalise.apply(x_, self.weight, self.bias, self.eps, self.padding)
+        res = _normalised(self, x, self.weight, self.bias, self.eps)
         if self.running_mean is not None: self.num_batches_tracked += 1 # now that all ranks have come here
-        if lone or not x.is_cuda and n==1: # as in one process
-            raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}')
-        if self.running_mean is not None: self._track(mean, var*n/(n-1).clamp(min=1))
-        return y.to(x.dtype)
+        y,mean,var = res or _refuse(x)
+        if self.running_mean is not None: self._track(mean, var)
+        return y
 
     @torch.no_grad()
     def _track(self, mean, var):
@@ -133,28 +141,61 @@ class SyncBatchNorm1d(_Sync, nn.BatchNorm1d): "`nn.BatchNorm1d` over all ranks"
 class SyncBatchNorm2d(_Sync, nn.BatchNorm2d): "`nn.BatchNorm2d` over all ranks"
 class SyncBatchNorm3d(_Sync, nn.BatchNorm3d): "`nn.BatchNorm3d` over all ranks"
 
+# %% ../../nbs/503_parallel.norms.ipynb #a1c20f02
+def _functional(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5):
+    return training,momentum,running_mean,running_var,(input,weight,bias,eps)
+
+def _native(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled):
+    return training,momentum,running_mean,running_var,(input,weight,bias,eps)
+
+_forms = {F.batch_norm:_functional, torch.batch_norm:_native}
+
+class _OfAllRanks(TorchFunctionMode):
+    "Mode in which batch norm in training counts the samples of all ranks, as `norm` is told"
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        form = _forms.get(f)
+        training,momentum,mean,var,own = form(*args, **kwargs or {}) if form else (False,)*5
+        if not training: return f(*args, **kwargs or {})
+        y,*new = _normalised(self.norm, *own) or _refuse(own[0])
+        if mean is not None:
+            with torch.no_grad(): mean.lerp_(new[0], momentum),var.lerp_(new[1], momentum)
+        return y
+
+class _SyncWithin:
+    "Mixin for a batch norm with a forward pass of its own, in which `F.batch_norm` counts the samples of all ranks"
+    padding,alone = False,False
+
+    def forward(self, *args, **kwargs):
+        "Call the forward pass of the norm's own class"
+        with _OfAllRanks(self) if self.training else nullcontext(): return super().forward(*args, **kwargs)
+
 # %% ../../nbs/503_parallel.norms.ipynb #c56f4388
 _kinds = {nn.BatchNorm1d:SyncBatchNorm1d, nn.BatchNorm2d:SyncBatchNorm2d, nn.BatchNorm3d:SyncBatchNorm3d}
 
 def _sync_class(cls):
-    "Return the synchronised class for batch norm `cls`, `None` where `cls` has a forward pass of its own"
-    if cls.forward is not _BatchNorm.forward: return
-    return _kinds.get(cls) or type('Sync'+cls.__name__, (_Sync,cls), {})
+    "Return the synchronised class for batch norm `cls`"
+    base = _Sync if cls.forward is _BatchNorm.forward else _SyncWithin
+    return _kinds.get(cls) or type('Sync'+cls.__name__, (base,cls), {})
 
 # %% ../../nbs/503_parallel.norms.ipynb #feb66941
 def sync_bn(
     model:nn.Module # Its batch norms are changed in place
 )->list: # What `unsync_bn` needs
     "Make the batch norms of `model` count the samples of all ranks"
-    swaps = [(m, type(m), _sync_class(type(m))) for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
-    for m,_,new in swaps: m.__class__ = new or type(m)
+    swaps = [(m, type(m)) for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+    kinds = {c:_sync_class(c) for _,c in swaps}
+    for m,c in swaps: m.__class__ = kinds[c]
     return swaps
 
 def unsync_bn(
     swaps:list # From `sync_bn`
 ):
     "Restore the class of each batch norm in `swaps`; it keeps its statistics"
-    for m,old,_ in swaps:
+    for m,old in swaps:
         m.__class__ = old
         for o in ('padding','alone'): vars(m).pop(o, None)
 
@@ -223,8 +264,7 @@ class Norms:
         "Weigh running means by `part`; batch norms leave out samples that only make the step"
         self.means.weigh(part)
         size = this_world().size
-        for m,_,new in self.swaps:
-            if new: m.padding,m.alone = part==0,part==size
+        for m,_ in self.swaps: m.padding,m.alone = part==0,part==size
         self.part = part
 
     def share(self,
@@ -232,4 +272,4 @@ class Norms:
     )->set: # Identities of buffers that are the same on all ranks now
         "Average running means, and return their buffers and those of synchronised batch norms"
         if moved: self.means.average()
-        return {id(b) for m in (*self.means.mods, *(m for m,_,new in self.swaps if new)) for b in m.buffers()}
+        return {id(b) for m in (*self.means.mods, *(m for m,_ in self.swaps if isinstance(m, _Sync))) for b in m.buffers()}

@@ -87,6 +87,13 @@ def whole_numbers(
 
 
 # %% ../../nbs/610_shard.layout.ipynb #912e8cc5
+def _check_same(model, shards):
+    "Raise `RuntimeError` if a parameter in shards is not in `model` any more"
+    mods = {*model.modules()}
+    at = [(r,r._module_info) for r in shards.held.values()]
+    gone = [r._param_fqn for r,o in at if o.module not in mods or o.module._parameters.get(o.param_name) is not r.sharded_param]
+    if gone: raise RuntimeError(f'Parameters must stay in a model that is in shards, and {", ".join(gone[:3])} was replaced. HINT: replace it before the context, or shard=False')
+
 class Sharded(Layout):
     "Layout in which each rank holds a part of each parameter"
     gathers = True
@@ -117,6 +124,7 @@ class Sharded(Layout):
     def wrap(self, learn):
         "Put a model that is new in shards, and give the optimizer the shards"
         self.models.rest()
+        if learn.model in self.models: _check_same(learn.model, self.models[learn.model])
         self.sharder.adopt(learn)
         scale_rows(learn)
         self.mixing.close()

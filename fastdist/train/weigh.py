@@ -171,7 +171,7 @@ def batch(self:Weigh,
     if self.phases.world.size>1:
         self.weights.fill()
         if self.weights.empty: self._tell()
-    if not self.layout.covers(own_model(self.learn), self.learn.opt): self.wrap()
+    if not self.passes.covered(): self.wrap()
     if self.looked is not (m := own_model(self.learn)):
         self.looked = m
         _name_mixing(m, self.phases, self.layout, self.weights.empty)

@@ -1,5 +1,4 @@
 # A second head that is used from the second epoch on, and not at all before
-from accelerate.utils import DistributedDataParallelKwargs
 from fastai.vision.all import *
 from fastdist import *
 from sklearn.datasets import load_digits
@@ -19,5 +18,5 @@ xs,ys = load_digits(return_X_y=True)
 data = [(tensor(x).float()/16, int(y)) for x,y in zip(xs[:200], ys)]
 dls = DataLoaders.from_dsets(data[:150], data[150:], bs=bs)
 learn = Learner(dls, Heads(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=UseBoth())
-with learn.distrib_ctx(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]): learn.fit(3, 1e-2)
+with learn.distrib_ctx(): learn.fit(3, 1e-2)
 result(learn)
