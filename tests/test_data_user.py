@@ -232,11 +232,65 @@ class Broken(Rows):
         if i%10==3: raise SkipItemException()
         return super().__getitem__(i)
 
-def test_skipped_samples():
-    "One process fills its batches up, ranks make theirs smaller: the same samples, in as many steps on all ranks"
-    alone,ranks = trained(1, False, mk=own(Broken)),on_ranks(lambda rank: trained(2, True, mk=own(Broken)), join=False)
-    for e in range(3): test_eq(sorted(ranks[0][1][e]+ranks[1][1][e]), sorted(alone[1][e]))
-    test_eq(ranks[0][2], ranks[1][2])
+class SkipsLater(DataLoader):
+    "Skips by a transform of its items"
+    def after_item(self, o):
+        if o[0].sum()<0: raise SkipItemException()
+        return o
+
+def skipping(rank):
+    for mk in (own(Broken),own(cls=SkipsLater),own(Lines, cls=SkipsLater)):
+        with pytest.raises(Exception, match='skipped'): trained(2, True, mk=mk)
+
+def test_skipped_samples_are_an_error(): on_ranks(skipping, join=False, timeout=100)
+
+class OwnIter(TfmdDL):
+    def __iter__(self): return ((a*2,b) for a,b in super().__iter__())
+class LeavesOut(TorchLoader):
+    "Makes other batches of those of torch's"
+    def __iter__(self): return ((a[:-1]*2,b[:-1]) for a,b in super().__iter__() if len(a)>4)
+class OwnSample(DataLoader):
+    def sample(self): return iter([*range(40),*range(10)])
+class OwnChunks(DataLoader):
+    def chunkify(self, b): return chunked(sorted(b, key=lambda o: o[0].sum().item()), self.bs, self.drop_last)
+class OwnBatches(DataLoader):
+    def create_batches(self, samps): return map(self.do_batch, chunked(map(self.do_item, sorted(samps)), self.bs))
+class ByFirst(DataLoader):
+    "Makes a batch by its first index, as loaders over arrays do"
+    def do_item(self, i): return i
+    def create_batch(self, b): return self.dataset.x[b[0]:b[0]+self.bs],self.dataset.y[b[0]:b[0]+self.bs]
+
+ways = dict(fastai=own(cls=OwnIter, shuffle=True), torch=lambda bs: LeavesOut(Rows(), bs, shuffle=True), sample=own(cls=OwnSample), chunks=own(cls=OwnChunks),
+    batches=own(cls=OwnBatches), by_first=own(cls=ByFirst))
+
+@pytest.mark.parametrize('name,size', [(k, 2+i%2) for i,k in enumerate(ways)])
+def test_ways_of_the_user_through_a_loader(name, size): same_as_alone(size, mk=ways[name])
+
+class Around:
+    "No loader, and iterates over one"
+    def __init__(self, dl): self.dl,self.dataset = dl,dl.dataset
+    def __len__(self): return len(self.dl)
+    def __iter__(self): return iter(self.dl)
+
+def around(rank):
+    with pytest.raises(Exception, match='must be a DataLoader of torch or fastai, got Around'): trained(2, True, mk=lambda bs: Around(own()(bs)))
+    with pytest.raises(Exception, match='batch size that ranks can set'):
+        trained(2, True, mk=lambda bs: LeavesOut(Rows(), batch_sampler=[[0,1,2],[3,4,5]]))
+
+def test_loaders_that_ranks_cannot_share_are_named(): on_ranks(around, join=False, timeout=100)
+
+def graph_preds(size, ctx):
+    "Predictions of all rows of items that have several, in batches of all their rows"
+    items = [torch.arange(float(i%4+1))[:,None]+10*i for i in range(17)]
+    def collate(b): return torch.cat(b),torch.cat(b)
+    dls = DataLoaders(*(DataLoader(items, bs=6//size, create_batch=collate) for _ in range(2)), device='cpu')
+    set_seed(1)
+    learn = Learner(dls, nn.Linear(1,1), loss_func=MSELossFlat())
+    with learn.distrib_ctx() if ctx else nullcontext(), learn.no_logging(), learn.no_bar(): return learn.get_preds(reorder=False)[0]
+
+@pytest.mark.parametrize('size', (2,3))
+def test_predictions_of_items_with_several_rows_are_in_order(size):
+    for o in on_ranks(lambda rank: graph_preds(size, True), size, join=False): test_close(o, graph_preds(1, False), 1e-5)
 
 def pids(size):
     "The processes that fetched the batches of each epoch"

@@ -53,23 +53,6 @@ def test_batches_of_every_rank_are_told_of_once(f, order, name, event):
 
 def test_a_list_of_batches_that_was_asked_for(): test_eq([o[2] for o in on_ranks(lambda rank: trained(6, True), join=False)], [[],[]])
 
-class OwnBatches(DataLoader):
-    "Makes batches of a stream by itself"
-    def create_batches(self, samps): return map(self.do_batch, chunked(self.dataset, self.bs))
-
-class Stream:
-    def __iter__(self): return iter([(torch.ones(3),torch.ones(1))]*24)
-
-def own_batches(rank):
-    dls = DataLoaders(OwnBatches(Stream(), bs=4, n=24, num_workers=0, indexed=False), DataLoader(list(Stream()), bs=4), device='cpu')
-    learn = Learner(dls, nn.Linear(3,1), loss_func=MSELossFlat())
-    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(), learn.no_logging(), learn.no_bar():
-        warnings.simplefilter('always')
-        learn.fit(2)
-    return [str(o.message) for o in said if 'create_batches' in str(o.message)]
-
-def test_own_batches_of_a_stream_are_told_of(): test_eq([len(o) for o in on_ranks(own_batches, join=False)], [1,0])
-
 class Trips(Callback):
     "Fails on one rank in the midst of a fit"
     def __init__(self, rank): self.rank = rank

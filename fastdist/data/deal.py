@@ -146,7 +146,12 @@ class StreamDeal(Deal):
 
     def slicer(self, rank):
         "Return the function from the samples of a global batch to the positions of `rank` in it"
-        return partial(slices, bs=self.each, rank=rank, size=self.ranks.size, pad=self.ranks.pad)
+        return lambda m: np.arange(*self.slice_of(m, rank))
+
+    def slice_of(self, m, rank=None):
+        "Return first position and end of this rank, or of `rank`, among `m` samples of a global batch"
+        lo,hi = part(m, ifnone(rank, self.ranks.rank), self.ranks.size)
+        return (0,1) if lo==hi and m and self.ranks.pad else (lo,hi)
 
     def n_steps(self):
         "Return the number of global batches read so far"

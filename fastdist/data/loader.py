@@ -17,6 +17,7 @@ __all__ = ['DistributedDL', 'StepDL', 'EvalDL', 'as_drawn', 'has_workers', 'orde
 # %% ../../nbs/207_data.loader.ipynb #80ab23ae
 import torch,numpy as np
 from contextlib import nullcontext
+from dataclasses import replace
 from torch import distributed as dist
 from torch.utils.data import DataLoader as TorchLoader
 from fastcore.all import *
@@ -62,6 +63,8 @@ class DistributedDL(TfmdDL):
         bs,drop_last = batching(self.dl)
         seeded = self.seeding is not None
         ranks = Division(self.rank, self.world_size, self.slicing, self.pad, self.slicing and self.world_size==1 and not seeded, seeded)
+        ways,n = own_ways(self.dl, ranks.alone),n_samples(self.dl)
+        if ways: return Whole(self.dl, StreamDeal(replace(ranks, slicing=True), n, self._of_rank(bs), drop_last), ways)
         return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, self._of_rank(bs), drop_last)
 
     def follow(self):
@@ -118,7 +121,7 @@ def _over(self:DistributedDL, p):
 @patch
 def _batches(self:DistributedDL, p):
     "Yield this rank's batches in pass `p`, on the device and after the batch transforms"
-    o,torchs = self.source,isinstance(self.dl, TorchLoader)
+    o,torchs = self.source,isinstance(self.dl, TorchLoader) or self.source.finished
     o.start()
     for b in o.open(p, self.get_idxs()):
         p.done += 1

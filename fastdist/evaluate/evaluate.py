@@ -12,11 +12,12 @@ for nothing else.
 
 # %% auto #0
 __all__ = ['one_record', 'OneRecord', 'one_set_of_numbers', 'combine_stats', 'stats_of_all', 'gather_in_order', 'gathering',
-           'number_files', 'gather_predictions', 'LeftInLoss', 'Evaluate']
+           'number_files', 'gather_predictions', 'rows_now', 'LeftInLoss', 'Evaluate']
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #5d09f972
 import numbers,torch,numpy as np
 from contextlib import contextmanager
+from itertools import zip_longest
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
@@ -26,6 +27,7 @@ from ..base.errors import *
 from ..base.loans import *
 from ..job.callbacks import *
 from ..comm.collectives import *
+from ..data.sharding import *
 from ..data.loader import *
 from .merge import *
 from .merge_rules import *
@@ -122,15 +124,19 @@ def gather_in_order(
     res, # Nested tensors with a row for each of this rank's samples; `None` if it has none
     order:np.ndarray=None, # Number of each row in global order, rank by rank, as from `row_order`; `None` if unknown
     dst:int=None, # The rank that receives the rows; all ranks by default
-    dim:int=0 # Dimension of the rows
+    dim:int=0, # Dimension of the rows
+    sizes=() # Rows of each of this rank's batches, which may be others than planned
 ): # `None` on other ranks than `dst`
     "Return the rows of all ranks, in global order if that is known, else rank by rank"
     if not grouped(): return res
-    parts = gather_objs(res, dst)
-    if not parts: return
+    found = gather_objs((res,list(sizes)), dst)
+    if not found: return
+    parts,counts = zip(*found)
     has = [i for i,p in enumerate(parts) if p is not None]
     if not has: return res
     rows = join_rows([parts[i] for i in has], dim)
+    made = np.array(list(zip_longest(*counts, fillvalue=0)), dtype=np.int64)
+    if order is not None and len(made) and made.sum()==_n_rows(rows, dim): order = row_order(made)
     return rows if order is None or len(order)!=_n_rows(rows, dim) else take_rows(rows, torch.from_numpy(order), dim)
 
 def _n_rows(rows, dim):
@@ -168,8 +174,20 @@ def gather_predictions(
     for k,on in dict(inputs=cb.with_input, preds=cb.with_preds, targets=cb.with_targs, losses=cb.with_loss).items():
         if not on: continue
         dim = 0 if k=='losses' else cb.concat_dim
-        res = gather_in_order(getattr(cb, k) if ph.sizes else None, order, dst, dim)
-        setattr(cb, k, res if back is None or res is None else take_rows(res, torch.from_numpy(back), dim))
+        res = gather_in_order(getattr(cb, k) if ph.sizes else None, order, dst, dim, [o[k] for o in ph.rows])
+        setattr(cb, k, res if back is None or res is None or _n_rows(res, dim)!=len(back) else take_rows(res, torch.from_numpy(back), dim))
+
+def rows_now(
+    learn:Learner, # After a batch of evaluation
+    dim:int=0 # Dimension of the rows
+)->dict: # As `GatherPredsCallback` names them
+    "Return the numbers of rows that a callback collects of a batch"
+    res = {k:_rows_in(o, dim) for k,o in dict(inputs=learn.xb, preds=learn.pred, targets=learn.yb).items()}
+    return res | dict(losses=_rows_in(learn.yb, 0))
+
+def _rows_in(o, dim):
+    while isinstance(o, (list,tuple,dict)) and len(o): o = first(o.values() if isinstance(o, dict) else o)
+    return o.shape[dim] if isinstance(o, Tensor) and o.ndim>dim else 0
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #e7a10001
 class LeftInLoss:
@@ -205,7 +223,7 @@ class Evaluate(JobCallback):
     def __init__(self, **parts):
         super().__init__(**parts)
         self.silent = self.phases.alone
-        self.rules,self.planned,self.untold,self.dst,self.settled,self.record,self.left = {},[],set(),None,[],None,None
+        self.rules,self.planned,self.untold,self.dst,self.settled,self.record,self.left,self.collecting = {},[],set(),None,[],None,None,[]
 
     def before_train(self):
         "Begin to note what steps leave in the loss function, if a metric reads that"
@@ -214,9 +232,10 @@ class Evaluate(JobCallback):
         self.left = LeftInLoss(*names) if names and self.phases.size>1 else None
     def before_validate(self):
         "Number the files of callbacks that save predictions"
-        self.reduction.noted = False
+        self.reduction.noted,self.collecting = False,[]
         if self.phases.size>1 and self.phases.current.dl is not None:
-            for cb in gathering(self.learn): number_files(cb, self.phases)
+            self.collecting = gathering(self.learn)
+            for cb in self.collecting: number_files(cb, self.phases)
     def after_loss(self):
         "Set to 0 the loss of an evaluated batch all of whose targets on this rank are ignored: it is no number, and counts for nothing"
         if self.learn.training or not self.reduction.kind[1] or not len(self.learn.yb) or self.learn.loss.ndim: return
@@ -244,6 +263,7 @@ def _note(self:Evaluate, ph):
     if ph.whole is None or ph.whole: self._whole_batches(ph, here)
     if here is None: return self._silence(learn.metrics)
     ph.sizes.append(n := batch_size(learn.yb or learn.xb))
+    if self.collecting and not learn.training: ph.rows.append(rows_now(learn, self.collecting[0].concat_dim))
     if not learn.training and (loss := self._loss_numbers(n)) is not None: ph.losses.append(loss)
 
 @patch

@@ -35,6 +35,7 @@ class Phase:
     recorder:Recorder=None # The Learner's, where it has one
     sizes:list=field(default_factory=list) # Samples in each of this rank's batches so far
     losses:list=field(default_factory=list) # Of these batches `(numerator, denominator, samples)`, where the loss is no mean over samples
+    rows:list=field(default_factory=list) # Of these batches `rows_now`, where a callback collects predictions
     whole:list=None # Metrics that are shown whole batches; `None` before the first batch
     zeros:dict=field(default_factory=dict) # Identity of a metric -> its state before the first batch
     ended:bool=False # Whether all batches are done
@@ -132,7 +133,6 @@ def start(self:Phases,
     shared = isinstance(dl, DistributedDL) and self.size>1
     self.open[-1:] = [Phase(dl if shared else None, rec)]
     if shared: dl.in_step = True
-    if shared and not dl.source.is_dealt: self._name_own_batches()
     self.learn.dl = dl
     return self.current
 
@@ -163,11 +163,6 @@ def warn_once(self:Phases,
     self.warned.add(what)
 
 @patch
-def _name_own_batches(self:Phases):
-    self.warn_once('batches', 'Your create_batches makes batches from a stream, which ranks cannot share out, so each rank goes through all that it makes. HINT: let it give a rank '
-        'its own, islice(batches, rank, None, world_size), or leave it out and override create_item or create_batch')
-
-@patch
 def _name_unshared(self:Phases, cls):
     self.warn_once(cls, f'learn.dl is a {cls.__name__} that did not come from this rank\'s share, so each rank goes through all of its batches, and N of them differ from one '
         'process. HINT: a callback that puts something around learn.dl gets the share if its order is more than 11')
@@ -177,7 +172,9 @@ def _name_unshared(self:Phases, cls):
 def check_steps(self:Phases):
     "Raise `ValueError` if an epoch's training would make no step"
     share = self.share(self.learn.dls.train, StepDL)
-    if self.size==1 or share.n is None or len(share): return
+    if self.size>1 and not isinstance(share, (DataLoader,TorchLoader,list,tuple)): raise TypeError('learn.dls.train must be a DataLoader of '
+        f'torch or fastai, got {type(share).__name__}, whose batches ranks cannot share out. HINT: derive it from one of them; an __iter__ of its own is used')
+    if isinstance(share, (list,tuple)) or self.size==1 or share.n is None or len(share): return
     hint = 'a smaller batch size, drop_last=False, or fewer ranks' if share.n else 'a data set that is not empty'
     raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.bs}{" and drop_last" if share.drop_last else ""}, '
         f'so nothing would be trained. HINT: {hint}')

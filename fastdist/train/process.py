@@ -34,6 +34,7 @@ from ..job.options import *
 from ..job.accelerate import *
 from ..job.pickling import *
 from ..comm.collectives import *
+from ..data.source import *
 from ..data.loader import *
 
 # %% ../../nbs/700_train.process.ipynb #82816db3
@@ -305,6 +306,7 @@ def _share(self:RankAccelerator, o):
     "Return `o` prepared where Accelerate does not know it; a model on this rank's device, in its precision"
     w = self.world
     if isinstance(o, dict) and o and all(isinstance(v, (DataLoader,TorchLoader)) for v in o.values()): return {k:self.prepare(v) for k,v in o.items()}
+    if isinstance(o, TorchLoader) and own_ways(o): return DistributedDL(o, device=w.device)
     if isinstance(o, DataLoader): return DistributedDL(o, device=w.device) if w.size>1 and not isinstance(o, DistributedDL) else o
     if isinstance(o, nn.Module): return o.to(device=w.device, dtype=self.dtype)
     if isinstance(vars(o).get('dataloaders') if hasattr(o, '__dict__') else None, dict): # perceptrain's loader of several
