@@ -91,7 +91,7 @@ def test_loaders_are_back_however_a_fit_ends(how):
 
 class Looks(Callback):
     "What callbacks do with loaders in a fit"
-    def before_fit(self): self.first = len(self.learn.get_preds(dl=self.dls.train)[0])
+    def before_epoch(self): self.first = len(self.learn.get_preds(dl=self.dls.train)[0])
     def after_batch(self):
         if self.training and self.iter==0: self.dls.one_batch(),self.dls.valid.one_batch()
     def after_epoch(self):
