@@ -12,7 +12,7 @@
 | `DistributedTrainer`, `ParallelTrainer` | the callbacks behind the contexts |
 | `setup_distrib`, `teardown_distrib`, `this_world`, `World` | join a job and leave it by hand; rank, size and device of this process |
 | `on_ranks` | call a function on a few CPU ranks, as the pages here do |
-| `RankError`, `WorldError`, `OptionError`, `DesyncError`, `ResumeError`, `SeedError`, `VersionError`, `HomeError`, `Preempted` | what is raised, each with what was set, what was found, and what to do |
+| `RankError`, `WorldError`, `OptionError`, `DesyncError`, `ResumeError`, `HomeError`, `Preempted` | what is raised, each with what was set, what was found, and what to do |
 
 Modules:
 

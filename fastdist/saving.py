@@ -50,7 +50,7 @@ def _layout(learn):
 
 def _has_ranks(learn):
     "Return whether there are ranks that do as this one does: not in the middle of a fit that each makes by itself"
-    with suppress(WorldError): return this_world().size>1 and vars(learn).get('dl') is None
+    with suppress(WorldError): return this_world().size>1 and learn not in fits # `learn.dl` is left behind by `get_preds`
 
 # %% ../nbs/901_saving.ipynb #6a0ba4cc
 def _write_on_rank0(learn, file, put, where):

@@ -31,6 +31,7 @@ from ..comm.collectives import *
 from ..comm.seeds import *
 from ..data.digest import *
 from ..evaluate.loss import *
+from ..data.loader import *
 
 # %% ../../nbs/417_state.consistency.ipynb #333a82a7
 def name_of(
@@ -141,7 +142,7 @@ def learner_facts(
 )->dict: # Name -> plain value
     "Return the facts that all ranks must share for `task`"
     fit,seed = task=='fit',seed_of(learn)
-    dls = zip(('training','validation'), getattr(learn.dls, 'loaders', [])) if fit else [('evaluation',learn.dl)]
+    dls = zip(('training','validation'), user_loaders(learn.dls)) if fit else [('evaluation',learn.dl)]
     res = {'tasks': 'a fit' if fit else 'an evaluation'} | ({} if seed is None else {'seeds': seed}) | ({'numbers of epochs': learn.n_epoch} if fit else {}) | {'callbacks that may cancel': list(deciders),
         'loss functions': name_of(learn.loss_func), 'metrics': [name_of(getattr(m, 'func', m)) for m in learn.metrics]} | model_facts(learn.model)
     res |= module_facts(learn.model, 'the model') | module_facts(loss_module(learn.loss_func), 'the loss') | {'the loss function': described(learn.loss_func)}

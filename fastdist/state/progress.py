@@ -37,7 +37,7 @@ def training_facts(
     batch:int # Samples of a batch of all ranks
 )->dict: # Name -> plain value; JSON gives back the same
     "Return what the training of `learn` must share with a state to go on from it"
-    loaders = zip(('training','validation'), getattr(learn.dls, 'loaders', []))
+    loaders = zip(('training','validation'), user_loaders(learn.dls))
     data = {k:v for name,dl in loaders if isinstance(dl, (DataLoader,TorchLoader)) for k,v in data_digest(dl, name).items() if 'batch size' not in k}
     return {'model':form(learn.model), 'global batch':batch, 'number of epochs':learn.n_epoch, 'optimizer':type(learn.opt).__name__} | data | _later(learn)
 
@@ -173,7 +173,7 @@ def taken(
     learn = now.learn
     res = snapshot(learn, *{*_parts}-{'attrs'})|dict(attrs=now.modules)
     res = {k:res[k] for k in _parts}
-    orders = [order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None for dl in getattr(learn.dls, 'loaders', [])]
+    orders = [order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None for dl in user_loaders(learn.dls)]
     had = [n for n,p in learn.model.named_parameters() if p.grad is not None]
     res |= dict(changes=now.kept, metrics=[values(m) for m in learn.metrics])
     return res | dict(own=_own_states(learn), orders=orders, had_grads=had)
@@ -244,7 +244,7 @@ def set_orders(
     but=None # Loader that has drawn its order already
 ):
     "Set for each loader of `learn` what the order of its next pass depends on"
-    for dl,o in zip(getattr(learn.dls, 'loaders', []), state['orders']):
+    for dl,o in zip(user_loaders(learn.dls), state['orders']):
         if o is not None and dl is not but: set_order_state(dl, o)
 
 # %% ../../nbs/409_state.progress.ipynb #7278076d

@@ -101,7 +101,7 @@ class Resume:
         found = broadcast_obj(found) if fit.size>1 else found
         if found and fit.layout.gathers: found |= self._parts(State(Path(found['path']), found['record']))
         if not found['done'] if found else fit.learn in _skipped:
-            with kept_random(*dls.loaders): getattr(dls, 'n_inp', None) # fastai reads an item for it
+            with kept_random(*user_loaders(dls)): getattr(dls, 'n_inp', None) # fastai reads an item for it
         self.found = found
         return found
 

@@ -30,6 +30,7 @@ from ..base.errors import *
 from ..base.loans import *
 from ..job.pickling import *
 from ..comm.rng import *
+from ..data.loader import *
 from .snapshot import *
 
 # %% ../../nbs/415_state.rewind.ipynb #621c1871
@@ -301,7 +302,7 @@ class Samples:
     def __call__(self)->dict: # Use of a loader -> values of its samples, by name
         "Return the first, the middle and the last sample of loaders that are new"
         res,end = {},time.monotonic()+self.seconds
-        for use,dl in zip(('training','validation'), self.learn.dls.loaders):
+        for use,dl in zip(('training','validation'), user_loaders(self.learn.dls)):
             dl = getattr(dl, '__dict__', {}).get('dl', dl)
             if any(dl is o for o in self.seen) or not self._has_index(dl): continue
             self.seen.append(dl)

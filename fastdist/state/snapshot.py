@@ -26,6 +26,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
 from ..comm.rng import *
+from ..data.loader import *
 from ..evaluate.loss import *
 from .values import *
 
@@ -145,7 +146,7 @@ def _learner_parts(learn):
     cbs,scaler = named_callbacks(learn),getattr(learn, 'scaler', None)
     return dict(loss=loss_module(learn.loss_func).state_dict, at=lambda: attributes(learn), cbs=lambda: {k:attributes(cb) for k,cb in cbs.items()},
         own=lambda: {k:cb.state_dict() for k,cb in cbs.items() if keeps_own_state(cb)},
-        rngs=lambda: {str(i):loader_random(dl) for i,dl in enumerate(learn.dls.loaders)},
+        rngs=lambda: {str(i):loader_random(dl) for i,dl in enumerate(user_loaders(learn.dls))},
         scaler=lambda: scaler.state_dict() if hasattr(scaler, 'state_dict') else {}, frozen=lambda: dict(idx=getattr(learn.opt, 'frozen_idx', None)))
 
 # %% ../../nbs/402_state.snapshot.ipynb #001f683b
@@ -218,7 +219,7 @@ def _restore_learner(learn, snap):
         if k in cbs: set_attributes(cbs[k], v)
     for k,v in snap.get('own', {}).items():
         if k in cbs and keeps_own_state(cbs[k]): cbs[k].load_state_dict(copied(v))
-    for dl,state in zip(learn.dls.loaders, snap.get('rngs', {}).values()): set_loader_random(dl, state)
+    for dl,state in zip(user_loaders(learn.dls), snap.get('rngs', {}).values()): set_loader_random(dl, state)
     if snap.get('frozen', {}).get('idx') is not None: learn.opt.frozen_idx = snap['frozen']['idx']
     if snap.get('scaler') and hasattr(scaler, 'load_state_dict'): scaler.load_state_dict(snap['scaler'])
 

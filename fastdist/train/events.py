@@ -31,6 +31,7 @@ from ..base.errors import *
 from ..job.callbacks import *
 from ..comm.watchdog import *
 from ..comm.rng import *
+from ..data.loader import *
 from ..evaluate.sandbox import *
 from ..evaluate.recorder import *
 from ..state.values import *
@@ -188,7 +189,7 @@ class Events:
         line=None # Control connection of the ranks, where there are several
     ):
         self.learn,self.rank,self.line,self.planned,self.plans,self.alone,self.aside,self.vote = learn,rank,line,None,{},None,None,None
-        self.at,self.phase,self.windowed,self.around = 'before_fit',0,False,None
+        self.at,self.phase,self.windowed,self.around,self.replaced = 'before_fit',0,False,None,noop # `replaced` is called where a callback may have replaced loaders
         self.tried = [] # callbacks and events that `around` has seen in training
         self.skipped = {} # callback and event -> epoch and number of each batch that it has cancelled on this rank
 
@@ -229,15 +230,19 @@ def __call__(self:Events,
 ):
     "Call the callbacks for `event_name`, with their votes"
     self.at = event_name
-    if event_name in _begins: self._begin()
+    begins = event_name in _begins
+    if begins: self._begin()
     for cb,_,call in self.of(event_name):
         try: call()
         except cancels as e:
             self.settle(e, f'{type(cb).__name__}.{event_name}')
             raise
+        if begins: self.replaced()
 
 @patch
-def _begin(self:Events): self.phase,self.plans = self.phase+1,{}
+def _begin(self:Events):
+    self.phase,self.plans = self.phase+1,{}
+    self.replaced()
 
 # %% ../../nbs/701_train.events.ipynb #77d30e5a
 @patch
@@ -325,7 +330,7 @@ def step_aside(self:Events):
     if self.aside: return
     learn,self.aside = self.learn,ExitStack()
     mets = [*learn.metrics, *[o for o in vars(learn.recorder).values() if isinstance(o, Metric)]] if hasattr(learn, 'recorder') else [*learn.metrics]
-    self.aside.enter_context(kept_random(*learn.dls.loaders))
+    self.aside.enter_context(kept_random(*user_loaders(learn.dls)))
     self.aside.enter_context(reverted([cb for cb in learn.cbs if not is_rank0_only(cb)]+mets))
     for m in mets: vars(m).pop('accumulate', None)
     for m in learn.model.modules(): self.aside.callback(setattr, m, 'training', m.training)

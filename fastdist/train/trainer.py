@@ -162,6 +162,7 @@ def _make_parts(self:DistributedTrainer, w, plan):
     self._events = Events(learn, w.rank, job.line)
     self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False, device=w.device if plan and plan.offload else None)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
+    self._events.replaced = self.phases.show
     self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
     if self.seed is not None:
         self.seeding = self.phases.seeding = Seeding(self.seed, learn, self.phases, self.layout)
@@ -304,8 +305,9 @@ def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop)
         check_alike(learner_facts(self.learn, event_type, deciders(self.learn.cbs)))
         self._events.vote = self.agreement.vote
         _hand_over(self.learn, self.phases, self.layout, _own_helpers(self.job))
-        try: return run(f, event_type, ex, final)
-        finally: self.job.line.faults.armed = False # before anything that puts back begins; a call would come too late
+        with self.phases.shown() if event_type=='fit' else nullcontext():
+            try: return run(f, event_type, ex, final)
+            finally: self.job.line.faults.armed = False # before anything that puts back begins; a call would come too late
 
 # %% ../../nbs/709_train.trainer.ipynb #5eed0712
 def _own_random(job, seeding): return own_random(job.world.rank) if seeding is None else nullcontext()

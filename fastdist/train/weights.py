@@ -58,7 +58,7 @@ class Weights:
     def samples(self):
         "As `part`, with the samples that the batch has now in the place of the planned ones"
         learn,dl,k,part = self.phases.learn,self.phases.source,self.phases.learn.iter,self.part
-        if not part or not isinstance(dl, DistributedDL) or not dl.bs and k not in dl.totals: return part
+        if not part or not isinstance(dl, DistributedDL) or not dl.deal.bs and k not in dl.totals: return part
         total = dl.total(k)
         planned = round(part*total/self.phases.size)
         n = size_now(learn.xb, learn.yb, planned)
