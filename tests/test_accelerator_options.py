@@ -27,8 +27,10 @@ def outcome(f):
 both = [dict(gradient_accumulation_steps=4), dict(gradient_accumulation_plugin=GradientAccumulationPlugin(3, sync_each_batch=True)), dict(split_batches=True),
     dict(dataloader_config=DataLoaderConfiguration(split_batches=True)), dict(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]),
     dict(project_dir='here'), dict(project_config=ProjectConfiguration('there')), dict(dynamo_backend='eager'), dict(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)),
-    dict(rng_types=['torch']), dict(device_placement=False), dict(dataloader_config=DataLoaderConfiguration(even_batches=False)), dict(kwargs_handlers=[ProfileKwargs()]),
-    dict(gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_with_dataloader=False)), dict(kwargs_handlers=[AutocastKwargs(cache_enabled=False),GradScalerKwargs(init_scale=4.)])]
+    dict(rng_types=['torch']), dict(device_placement=False), dict(dataloader_config=DataLoaderConfiguration(even_batches=False)),
+    dict(kwargs_handlers=[ProfileKwargs()]),
+    dict(gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_with_dataloader=False)),
+    dict(kwargs_handlers=[AutocastKwargs(cache_enabled=False),GradScalerKwargs(init_scale=4.)])]
 
 @pytest.mark.parametrize('opts', both, ids=lambda o: first(o))
 def test_an_option_means_the_same_in_both_forms(opts):
@@ -70,7 +72,8 @@ def test_nothing_is_left_behind():
     test_eq(seen(cpu=True)[:2], (1,'no'))
 
 wrong = dict(mixed_precision='fp61', dynamo_backend='fast', log_with='paper', rng_types=['dice'], split_batches=3, cpu='yes', device_placement=2, step_scheduler_with_optimizer='no',
-    gradient_accumulation_steps=0, gradient_accumulation_plugin=4, dataloader_config=dict(), project_config='x', project_dir=3, dynamo_plugin='eager', kwargs_handlers=[3],
+    gradient_accumulation_steps=0, gradient_accumulation_plugin=4, dataloader_config=dict(), project_config='x', project_dir=3,
+    dynamo_plugin='eager', kwargs_handlers=[3],
     nprocs=0, compute_setup='tpu', log_setup='gpu', dtype=torch.int64)
 
 @pytest.mark.parametrize('name', wrong)
@@ -111,8 +114,7 @@ def test_a_partial_trains_the_learner_of_its_method():
     assert not torch.equal(before, learn.model[0].weight) and len(learn.recorder.losses)==4
     assert pair[0] is learn.model and pair[1] is learn.opt and isinstance(pair, tuple) and len(repr(pair))<40
 
-def test_a_class_makes_its_object_on_ranks():
-    test_eq(cpu(nprocs=2).distribute(Counted, start='fork')(), Counted())
+def test_a_class_makes_its_object_on_ranks(): test_eq(cpu(nprocs=2).distribute(Counted, start='fork')(), Counted())
 
 class Counted:
     def __eq__(self, o): return type(o) is type(self)

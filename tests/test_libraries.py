@@ -1,11 +1,9 @@
 "Models of libraries, in fastai's own lines, train on ranks as in one process, and without a warning"
-import pytest,warnings
+import pytest,transformers,warnings
 from contextlib import nullcontext
 from fastcore.test import test_eq
 from fastai.vision.all import *
 from fastdist import *
-
-timm,transformers = map(pytest.importorskip, ('timm','transformers'))
 
 def images(bs, size=32):
     imgs = [PILImage.create(np.random.RandomState(i).randint(0, 255, (size,size,3), dtype=np.uint8)) for i in range(32)]

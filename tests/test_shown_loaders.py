@@ -103,7 +103,8 @@ class Looks(Callback):
         if self.busy: return
         self.busy = True
         new = self.dls.test_dl(rows(5))
-        self.seen = [len(self.learn.get_preds(dl=new)[0]), len(self.learn.get_preds(dl=self.dls.valid)[0]), list(self.learn.validate(dl=self.dls.valid)), self.dls.n_inp, type(new) is TfmdDL]
+        self.seen = [len(self.learn.get_preds(dl=new)[0]), len(self.learn.get_preds(dl=self.dls.valid)[0]), list(self.learn.validate(dl=self.dls.valid)),
+            self.dls.n_inp, type(new) is TfmdDL]
         self.learn.save('m')
         self.busy = False
 

@@ -94,7 +94,9 @@ def show_once(
 ):
     "Print one line for an error of another rank, and for Ctrl-C; print a short traceback for a rank's own error and for a `RankError` in the head"
     rank = rank_of()
-    if kind is KeyboardInterrupt and (rank is not None or is_everywhere(err)) and os.environ.get('FASTDIST_TRACEBACK')!='full': is_everywhere(err) and rank or sys.stderr.write(_interrupted(err))
+    short = os.environ.get('FASTDIST_TRACEBACK')!='full'
+    if kind is KeyboardInterrupt and short and (rank is not None or is_everywhere(err)):
+        if not (rank and is_everywhere(err)): sys.stderr.write(_interrupted(err))
     elif rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} stopped with the same {kind.__name__}; rank 0 shows it\n')
     elif isinstance(err, RankError) and err.shown and rank not in (None,err.rank) and not is_everywhere(err):
         sys.stderr.write(f'fastdist: rank {rank} ends {_why(err)}\n')

@@ -62,6 +62,7 @@ def _slots(o):
     names = [k for c in type(o).__mro__ for k in listify(vars(c).get('__slots__', ())) if k not in ('__dict__','__weakref__')]
     return [vars(type(o)).get(k, getattr(type(o), k, None)).__get__(o) for k in names if hasattr(o, k)]
 
+# %% ../../nbs/112_comm.seeds.ipynb #b0273dc0
 def _inner(o):
     "Return what `o` holds, that may hold a generator"
     if isinstance(o, MethodType): return [o.__self__,o.__func__]

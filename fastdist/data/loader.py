@@ -112,6 +112,7 @@ def get_idxs(self:DistributedDL):
 @patch
 def _draw(self:DistributedDL): return self.get_idxs()
 
+# %% ../../nbs/207_data.loader.ipynb #8c61544a
 @patch
 def __iter__(self:DistributedDL):
     self.follow()
@@ -186,6 +187,7 @@ def do_batch(self:DistributedDL,
     "Return a batch of the items `b`, made by the user's loader"
     return self.source.maker.do_batch(b)
 
+# %% ../../nbs/207_data.loader.ipynb #14a86000
 def _of_dl(k, *default):
     "Return a property that is attribute `k` of the user's loader"
     return property(lambda self: getattr(self.dl, k, *default), lambda self, v: setattr(self.dl, k, v), lambda self: delattr(self.dl, k))
@@ -271,6 +273,7 @@ class EvalDL(StepDL):
     "`DistributedDL` for evaluation: slices of each global batch without padding; a rank may have fewer batches than others, or none"
     pad = False
 
+# %% ../../nbs/207_data.loader.ipynb #0e93a957
 def user_loaders(
     dls # A Learner's loaders, perhaps with shares in their place
 )->list:

@@ -240,6 +240,7 @@ def _with_its_rows(self:Indexed, k, idxs, items):
 
 def _are_numbers(items, idxs): return set(map(type, items))=={int} and items==list(idxs)
 
+# %% ../../nbs/205_data.source.ipynb #a6f56777
 @patch
 def _same_in_parts(self:Indexed, k, b):
     "Return whether this rank's rows of the global batch `k` are `b`, made of its part; `None` where that is not known"
@@ -406,6 +407,7 @@ def n_rows(
     common = set(shapes[0]).intersection(*shapes)
     return first(common) if len(common)==1 else None
 
+# %% ../../nbs/205_data.source.ipynb #9f4514e4
 def cut_rows(
     b, # Batch
     m:int, # Its rows

@@ -75,6 +75,7 @@ class PlacedCollate:
     def __call__(self, b):
         with drawing_rows(self.data.rows): return self.f(b)
 
+# %% ../../nbs/206_data.torch_loader.ipynb #01e56623
 class CheckedCollate:
     "Collate function `f` of the user, whose batches must have the rows of their samples"
     def __init__(self, f): self.f,self.grows = f,False
@@ -92,6 +93,7 @@ def checked_collate(
     "Return `f` if it is torch's, else a `CheckedCollate`"
     return f if f is default_collate else CheckedCollate(f)
 
+# %% ../../nbs/206_data.torch_loader.ipynb #580cac5f
 class Places:
     "Samples `idxs` of this rank in the pass `p`, each with its place: position, step, and the place of the pass"
     def __init__(self, idxs, p):

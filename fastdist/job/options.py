@@ -109,6 +109,7 @@ def check_options(
     _check_accumulation(kwargs.get('gradient_accumulation_steps', 1), kwargs.get('gradient_accumulation_plugin'))
     if not own_loop: _check_for_learner(**kwargs)
 
+# %% ../../nbs/009_job.options.ipynb #a63254e8
 def _check_values(options):
     "Raise `OptionError` for the first of `options` whose value Accelerate would not take"
     for k,v in options.items():
@@ -132,6 +133,7 @@ def _check_handlers(handlers):
         if not isinstance(h, KwargsHandler): raise OptionError('kwargs_handlers', h, must='a list of handlers of accelerate.utils')
         if type(h) in map(type, handlers[:i]): raise OptionError('kwargs_handlers', h, f'there is another {type(h).__name__}. HINT: one of each class')
 
+# %% ../../nbs/009_job.options.ipynb #b56f3d5a
 _unset = signature(HFAccelerator.__init__).parameters['split_batches'].default
 _switches = 'split_batches','cpu','device_placement','step_scheduler_with_optimizer'
 _names = dict(mixed_precision=PrecisionType, dynamo_backend=DynamoBackend, log_with=LoggerType, rng_types=RNGType)

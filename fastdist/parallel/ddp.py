@@ -272,6 +272,7 @@ def forward(self:Replicated, *args, **kwargs):
     args,kwargs = self.through._pre_forward(*args, **kwargs)
     return self.through._post_forward(self.trained.model(*args, **kwargs))
 
+# %% ../../nbs/505_parallel.ddp.ipynb #e9841269
 _hints = {'variable ready only once':'torch.utils.checkpoint makes a backward pass within the one of the step, which DDP sees twice. HINT: use_reentrant=False there',
     'Expected sparse gradient':'An embedding with sparse=True got no gradient. HINT: leave out find_unused_parameters=True; parameters without a gradient are found without it'}
 
@@ -294,6 +295,7 @@ def _backward(self:Replicated, run, t, g, numbers):
         if looks: return self.uses.backward(run, t, g, carry, numbers)
     run((t,carry), (g,numbers))
 
+# %% ../../nbs/505_parallel.ddp.ipynb #0eff1991
 @patch
 def _one(self:Replicated, t):
     "Return what torch begins the pass over the number `t` from, made once"

@@ -150,6 +150,7 @@ def _native(input, weight, bias, running_mean, running_var, training, momentum, 
 
 _forms = {F.batch_norm:_functional, torch.batch_norm:_native}
 
+# %% ../../nbs/503_parallel.norms.ipynb #a4d4d483
 class _OfAllRanks(TorchFunctionMode):
     "Mode in which batch norm in training counts the samples of all ranks, as `norm` is told"
     def __init__(self, norm):

@@ -77,6 +77,7 @@ def _cells(f):
     try: return dict(enumerate(c.cell_contents for c in f.__closure__ or ()))
     except ValueError: return {} # one that is not filled yet
 
+# %% ../../nbs/417_state.consistency.ipynb #bc302d08
 def _made_with(o):
     "Return what `o` keeps of that with which it was made: arguments by name, arguments of a `partial`, values around a function"
     if isinstance(o, partial): return {'func':o.func} | dict(enumerate(o.args)) | o.keywords
@@ -86,6 +87,7 @@ def _made_with(o):
     kept = {} if isinstance(o, type) else {k:has[a] for k in _arguments(type(o)) for a in (f'_{k}',k) if a in has}
     return kept | {f'encodes {i}':m.implementation for i,m in enumerate(enc) if hasattr(m, 'implementation')}
 
+# %% ../../nbs/417_state.consistency.ipynb #a88a2f70
 def described(
     o, # A module, a loss, a transform, a function; nothing of it is called
     deep:int=3, # How far to follow what it calls
@@ -101,6 +103,7 @@ def described(
     for k,v in _made_with(o).items(): add(str(k), v, deep if deep else 0)
     return res
 
+# %% ../../nbs/417_state.consistency.ipynb #50b9ecc2
 def module_facts(
     model:nn.Module, # A model, or a loss
     name:str # In messages
@@ -163,6 +166,7 @@ _hints = [
 
 def _hint(name): return first(hint for pattern,hint in _hints if re.search(pattern, name))
 
+# %% ../../nbs/417_state.consistency.ipynb #f385ae88
 def _flat(facts):
     "Return `facts` with an entry for each argument, `(name, argument)`, and `(name, None)` for other values"
     return {(k,a):t for k,v in facts.items() for a,t in (v.items() if isinstance(v, dict) else [(None,v)])}
@@ -175,6 +179,7 @@ def _is_rank(key, vals, ranks):
     seeds = key[0].startswith(('training','validation','evaluation')) and all(re.fullmatch(r'-?\d+', v) for v in vals)
     return len({*map(_own_number, vals, ranks)})==1 or seeds and len({int(v)-r for v,r in zip(vals, ranks)})==1
 
+# %% ../../nbs/417_state.consistency.ipynb #75cd3a7d
 def _first_apart(all_, local_ranks):
     "Return the name of the first fact in which ranks differ, `None` where only their own numbers do"
     tables,seen = [_flat(o) for o in all_],dict.fromkeys(k for o in all_ for k in _flat(o))
@@ -183,6 +188,7 @@ def _first_apart(all_, local_ranks):
         if all(v==vals[0] for v in vals) or any(_is_rank(key, vals, rs) for rs in (range(len(vals)),local_ranks)): continue
         return key,vals
 
+# %% ../../nbs/417_state.consistency.ipynb #e74db1ee
 def check_alike(
     facts:dict # Name -> plain value, the same names in the same order on all ranks
 ):

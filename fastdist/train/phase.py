@@ -133,6 +133,7 @@ def _own(self:Phases, o):
     if id(o) in self.found: return self.found[id(o)][0]
     return o.dl if isinstance(o, StepDL) else o
 
+# %% ../../nbs/704_train.phase.ipynb #b8c176f5
 @patch
 def show(self:Phases):
     "In a fit, put shares in the place of loaders that `learn.dls` has, also of those that a callback has put there"
