@@ -82,7 +82,7 @@ class CheckedCollate:
     def __call__(self, b):
         if b and all(o is None for o in b): raise skipped(len(b), b)
         res = self.f(b)
-        if self.grows or has_rows(res, len(b)): return res
+        if self.grows or rows_match(res, len(b)): return res
         self.grows,_ = grows_with(self.f, b, res)
         if not self.grows: raise other_rows(f'collate function {getattr(self.f, "__name__", type(self.f).__name__)}')
         return res
