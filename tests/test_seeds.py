@@ -1,5 +1,5 @@
 "With a seed any number of ranks, with any number of data workers, draws what one process draws"
-import fastai.vision.augment,itertools,pandas as pd,pytest
+import fastai.vision.augment,itertools,pandas as pd,pytest,time
 from functools import partial
 from accelerate import notebook_launcher
 from accelerate.utils import DistributedDataParallelKwargs,FullyShardedDataParallelPlugin
@@ -90,6 +90,24 @@ class Loud(Module):
         Loud.calls += 1
         return self.out(F.dropout(self.lin(x.flatten(1)), .4, self.training)+F.dropout(self.lin.weight, .5, self.training).sum()) if not print(end='') else 0
 
+class Timed(Module):
+    "Reads the clock: no copy of it can be tried"
+    def __init__(self): self.spent = 0.
+    def forward(self, x):
+        self.spent -= time.perf_counter()
+        res = x*1.
+        self.spent += time.perf_counter()
+        return res
+
+class Moving(Callback):
+    "Keeps a moving average of the model's weights, which each forward pass of training changes in place"
+    def before_fit(self):
+        self.model[0].register_parameter('mean', nn.Parameter(self.model[0].weight.detach().clone(), requires_grad=False))
+        self.model[0].register_forward_pre_hook(self.move)
+    @staticmethod
+    def move(m, _):
+        if m.training: m.mean.data.lerp_(m.weight.data, .1)
+
 encoder = lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, .2, batch_first=True), nn.Flatten(), nn.Linear(72, 3))
 models = {k.__name__:net(conv(k)) for k in (nn.Dropout,nn.Dropout2d,nn.AlphaDropout,nn.FeatureAlphaDropout,nn.RReLU,Deep)}
 models |= dict(once=net(lambda: nn.Sequential(nn.Conv1d(9, 6, 3), nn.Dropout1d(.3), nn.Flatten(), nn.Linear(36, 3)), texts),
@@ -103,7 +121,26 @@ sequences = {f'{k}_{o}':net(partial(v, o), texts) for k,v in kinds.items() for o
 def test_dropout_of_every_kind(cases, size): same_on(cases, (size,))
 
 @pytest.mark.replicas # in shards it is a `SeedError`
-def test_a_model_that_cannot_be_copied_is_tried_in_place(): same_on(dict(loud=net(Loud)))
+def test_a_model_that_cannot_be_copied_is_tried_in_place():
+    same_on(dict(loud=net(Loud), norm=net(lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.BatchNorm2d(6), Timed(), nn.Flatten(), nn.Linear(294, 3))),
+        moving=net(lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.Flatten(), nn.Linear(294, 3)), cbs=lambda: Moving())))
+
+class Hidden(Transform):
+    "Has generators that lie deep: in a list of a `partial`, and around a function"
+    split_idx = 0
+    def __init__(self):
+        rng,inner = np.random.default_rng(),random.Random()
+        self.fs = [[partial(lambda x, r: x+r.random(), r=rng)], (lambda x: x*inner.random(),)]
+    def encodes(self, o:TensorBase): return self.fs[1][0](self.fs[0][0](o))
+
+@pytest.mark.parametrize('workers', (0,2))
+def test_generators_that_lie_deep(workers):
+    def mk(n):
+        xs = TensorBase(torch.linspace(0, 1, 320).view(40, 8))
+        ds = Datasets(range(40), [[lambda i: xs[i], Hidden()], [lambda i: i%2]], splits=(list(range(30)), list(range(30, 40))))
+        torch.manual_seed(0)
+        return Learner(ds.dataloaders(bs=bs//n, num_workers=workers, device='cpu'), nn.Linear(8, 2), loss_func=CrossEntropyLossFlat())
+    same_on(dict(deep=mk), (2,3))
 
 def test_dropout_of_sequences(): same_on(sequences, (2,))
 

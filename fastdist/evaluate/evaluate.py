@@ -346,6 +346,10 @@ def _report(self:Evaluate, ph):
     if ph.recorder and (not self.learn.training or ph.train_metrics): self._merge_metrics(mets, ph)
     if self.learn.training or self.phases.size==1: return
     for cb in gathering(self.learn): gather_predictions(cb, ph, self.dst)
+    if getattr(ph.dl.source, 'in_turn', None) is False and gathering(self.learn): self.phases.warn_once('views', _views)
+
+_views = ('create_batch makes more rows than samples and does not put the rows of a sample behind those of the one before, so the predictions of a batch come rank by rank. '
+    'HINT: evaluate outside of the context for the order of one process')
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #9a01d004
 @patch

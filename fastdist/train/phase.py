@@ -108,7 +108,7 @@ def share(self:Phases,
     if isinstance(dl, DistributedDL): dl = dl.dl
     res = self.shares.get((id(dl),cls))
     if res is None: res = cls(dl, self.world.rank, self.size, self.world.device, self.of_rank)
-    res.seeding,res.by_hand = self.seeding,self._by_hand
+    res.seeding,res.by_hand = self.seeding,self._by_hand if self.size>1 else None
     res.follow()
     mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
     if self.fitting: self.shares = {(id(o.dl),type(o)):o for o in (*self.shares.values(),res) if any(o.dl is l for l in mine)}
@@ -138,7 +138,7 @@ def _own(self:Phases, o):
 def show(self:Phases):
     "In a fit, put shares in the place of loaders that `learn.dls` has, also of those that a callback has put there"
     ls = getattr(self.learn.dls, 'loaders', None)
-    if self.shown_in is None or self.alone() or not isinstance(ls, list): return
+    if self.shown_in is None or self.size==1 or not isinstance(ls, list): return
     if not any(o is ls for o in self.shown_in): self.shown_in.append(ls)
     for i,o in enumerate(ls):
         if id(o) in self.found: continue
