@@ -55,14 +55,14 @@ def fits(learn, n):
 
 def other(what):
     def f(rank):
-        learn = digits(n=180-10*(rank and what=='number of training samples'), bs=16-8*rank if what=='training batch size' else 16, opt_func=SGD if rank or what!='optimizers' else Adam)
+        learn = digits(n=180-10*(rank and what=='number of training samples'), bs=16-8*rank if what=='training batch size' else 16, opt_func=SGD if rank or what!='optimizer function' else Adam)
         if rank and what=='loss functions': learn.loss_func = MSELossFlat()
         if rank and what=='metrics': learn.metrics = L(AvgMetric(error_rate))
         if rank and what=='parameters': learn.model = nn.Sequential(nn.Linear(64,10))
         return heard(fits, learn, 1+(rank and what=='numbers of epochs')) # in shards the context says it
     return f
 
-@pytest.mark.parametrize('what', ['training batch size','numbers of epochs','loss functions','metrics','number of training samples','parameters','optimizers'])
+@pytest.mark.parametrize('what', ['training batch size','numbers of epochs','loss functions','metrics','number of training samples','parameters','optimizer function'])
 def test_what_ranks_must_have_alike(what):
     for how,text in on_ranks(other(what), join=False): assert how=='ValueError' and what in text and text.startswith('Ranks have different')
 

@@ -181,13 +181,13 @@ def test_in_shards_what_does_not_mix_is_silent(cases, size):
 
 class Unit(nn.Linear): "A unit in shards"
 class FailsOnFew(nn.Module):
-    "Raises an error for few samples, behind the first of its units, where it `fails`"
+    "Raises an error for few samples, behind the first of its units, where it `raises`"
     def __init__(self, fails):
         super().__init__()
-        self.fails,self.units = fails,nn.Sequential(*[Unit(8,8) for _ in range(3)])
+        self.raises,self.units = fails,nn.Sequential(*[Unit(8,8) for _ in range(3)])
     def forward(self, x):
         for i,l in enumerate(self.units):
-            if i and len(x)<3 and self.fails: raise ValueError('too few samples')
+            if i and len(x)<3 and self.raises: raise ValueError('too few samples')
             x = l(x)
         return x
 

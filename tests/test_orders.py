@@ -20,7 +20,7 @@ def epochs(dl, cls=StepDL, k=2):
     share,res = cls(dl),[]
     for _ in range(k):
         share._pass.joint = True
-        res.append(share.get_idxs().copy())
+        res.append(share._draw().copy())
     return *res,dl.rng.random()
 
 def check(ranks, cls=StepDL):
@@ -62,7 +62,7 @@ def test_no_rank_holds_the_order():
         share = StepDL(loader(rank, 2**24))
         share._pass.joint = True
         tracemalloc.start()
-        share.get_idxs()
+        share._draw()
         return tracemalloc.get_traced_memory()
     for held,peak in on_ranks(fn, 3): assert held<2**24*4/3+1e6 and peak<2**24*4
 

@@ -12,7 +12,7 @@ def torchs(n): return TorchLoader(range(n), batch_size=3)
 
 def share_of(cls, dl, rank, size=1024):
     "The samples of `rank`, drawn without a group"
-    return cls(dl, rank, size).get_idxs()
+    return cls(dl, rank, size)._draw()
 
 shuffled = partial(own, shuffle=True)
 
@@ -39,15 +39,15 @@ def peak_of(f):
 @pytest.mark.parametrize('mk', (own,torchs))
 def test_a_share_of_an_order_in_sequence_takes_memory_for_itself(cls, mk):
     share = cls(mk(10**8), 1023, 1024)
-    idxs,peak = peak_of(share.get_idxs)
+    idxs,peak = peak_of(share._draw)
     assert len(idxs)<10**5 and peak<16*len(idxs)
 
 def test_a_shuffled_order_takes_one_array():
     share = StepDL(own(4_000_000, shuffle=True), 7, 8)
-    idxs,peak = peak_of(share.get_idxs)
+    idxs,peak = peak_of(share._draw)
     assert idxs.nbytes==2_000_000 and peak<6*4_000_000+15e6
 
 def test_an_order_past_32_bits():
     share = StepDL(own(2**33), 2**20-1, 2**20)
-    idxs = share.get_idxs()
+    idxs = share._draw()
     test_eq((idxs.dtype, len(idxs), idxs[-1]), (np.int64, 2**13, 2**33-1))
