@@ -122,9 +122,9 @@ def test_dropout_of_every_kind(cases, size): same_on(cases, (size,))
 
 @pytest.mark.replicas # in shards it is a `SeedError`
 def test_a_model_that_cannot_be_copied_is_tried_in_place():
-    same_on(dict(loud=net(Loud), norm=net(lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2, bias=False), nn.BatchNorm2d(6), Timed(),
-            nn.Flatten(), nn.Linear(294, 3))),
-        moving=net(lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.Flatten(), nn.Linear(294, 3)), cbs=lambda: Moving())))
+    norm = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2, bias=False), nn.BatchNorm2d(6), Timed(), nn.Flatten(), nn.Linear(294, 3))
+    plain = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.Flatten(), nn.Linear(294, 3))
+    same_on(dict(loud=net(Loud), norm=net(norm), moving=net(plain, cbs=lambda: Moving())))
 
 class Hidden(Transform):
     "Has generators that lie deep: in a list of a `partial`, and around a function"
