@@ -30,7 +30,7 @@ def trained(bs, ctx, n=31, **kw):
             learn.fit(2)
             values = np.array([list(o) for o in learn.recorder.values])
             learn.get_preds(dl=[dls.valid.one_batch()])
-    return learn.model.weight.detach(),values,[str(o.message) for o in said if 'learn.dl' in str(o.message)]
+    return learn.model.weight.detach(),values,[str(o.message) for o in said if 'learn.dl is ' in str(o.message)]
 
 @pytest.mark.parametrize('size', [2,3])
 @pytest.mark.parametrize('f', [bar,some,list,iter])

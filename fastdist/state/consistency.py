@@ -113,8 +113,8 @@ def module_facts(
     return {f'module {n} of {name}' if n else name:object_facts(m, 2, False) for n,m in model.named_modules()}
 
 def _of_dataset(ds):
-    "Return the plain numbers with which a data set was made, and what its transforms were made with; its texts are names of files"
-    return {k:v for k,v in object_facts(ds).items() if '.' in k or re.fullmatch(r'[-+.\de]+|True|False', v)}
+    "Return what the transforms of a data set were made with; its own numbers and texts may be those of a rank or a node"
+    return {k:v for k,v in object_facts(ds).items() if '.' in k}
 
 # %% ../../nbs/417_state.consistency.ipynb #f78f6eab
 _learned = 'vocab','classes','mean','std','means','stds','na_dict' # what fastai's transforms take from the data

@@ -108,7 +108,7 @@ def share(self:Phases,
     if isinstance(dl, DistributedDL): dl = dl.dl
     res = self.shares.get((id(dl),cls))
     if res is None: res = cls(dl, self.world.rank, self.size, self.world.device, self.of_rank)
-    res.seeding,res.by_hand = self.seeding,self._by_hand if self.size>1 else None
+    res.seeding,res.by_hand = self.seeding,None if self.shown_in is None or self.size==1 else self._by_hand
     res.follow()
     mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
     if self.fitting: self.shares = {(id(o.dl),type(o)):o for o in (*self.shares.values(),res) if any(o.dl is l for l in mine)}
@@ -125,6 +125,8 @@ def shown(self:Phases):
         yield
     finally:
         for ls in self.shown_in: ls[:] = [self._own(o) for o in ls]
+        for o in (*self.shares.values(),*[s for _,s in self.found.values()],getattr(self.learn, 'dl', None)):
+            if isinstance(o, StepDL): o.by_hand = None
         self.shown_in = None
 
 @patch
