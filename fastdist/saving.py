@@ -14,14 +14,16 @@ __all__ = []
 # %% ../nbs/901_saving.ipynb #ebbc9db3
 import cloudpickle,os,sys,time,torch,fastai.learner,fastai.text.learner
 from contextlib import contextmanager,suppress
+from errno import ENOENT
 from functools import wraps
 from inspect import ismethod,unwrap
-from warnings import catch_warnings,simplefilter
+from warnings import catch_warnings,simplefilter,warn
 from torch.distributed import DistError
 from fastcore.all import *
 from fastai.basics import *
 from fastai.text.learner import TextLearner
 from .base.errors import *
+from .base.loans import *
 from .job.group import *
 from .comm.control import *
 from .comm.vote import *
@@ -53,22 +55,42 @@ def _has_ranks(learn):
     with suppress(WorldError): return this_world().size>1 and learn not in fits # `learn.dl` is left behind by `get_preds`
 
 # %% ../nbs/901_saving.ipynb #6a0ba4cc
+def _modified(file):
+    "Return when `file` was last written, in nanoseconds as text; empty if it is not there. It is opened, since a network disk says what is new only then"
+    with suppress(OSError),open(file, 'rb') as f: return str(os.fstat(f.fileno()).st_mtime_ns)
+    return ''
+
 def _write_on_rank0(learn, file, put, where):
     "Write on rank 0 to the file that `where` finds for `file`, and return its name; in a context the others wait, and return rank 0's name"
     _check_whole(learn)
-    named,name,write = isinstance(file, (str,Path)),file,lambda: write_whole(put, where(file))
+    named,name = isinstance(file, (str,Path)),file
+    def write():
+        write_whole(put, where(file))
+        if named: return _modified(where(file))
     if layout := _layout(learn):
-        with layout.files.whole(learn): _,name = rank0_named(write, str(file) if named else type(file).__name__)
-    elif named and _has_ranks(learn): rank0_noted(write, os.path.abspath(where(file)))
+        with layout.files.whole(learn): written,name = rank0_named(write, str(file) if named else type(file).__name__)
+        if named and written and _modified(where(name))!=written: _write_here(layout, put, where(name), written)
+    elif named and _has_ranks(learn): rank0_noted(write, where(file).name)
     elif not rank_distrib(): write()
     return name if named else file
 
+# %% ../nbs/901_saving.ipynb #a1c09d10
+def _write_here(layout, put, file, written):
+    "Write `file` on this rank, which has another disk than rank 0, with rank 0's time `written`; warn where this rank cannot"
+    try:
+        if layout.gathers: raise OSError('it has a part of the model')
+        with lent(fastai.learner, rank_distrib=lambda: 0): write_whole(put, file)
+        os.utime(file, ns=(int(written),)*2)
+    except OSError as e:
+        warn(f'rank {this_world().rank} on {this_world().node_name} does not see {file}, which rank 0 wrote, and cannot write its own ({e}), so it cannot load it. '
+            'HINT: a path on a disk that all nodes share')
+
+# %% ../nbs/901_saving.ipynb #03ff0f4f
 def _to_model_dir(learn, file, put):
     "Write `file` in the model directory, and return its path"
     where = lambda file: join_path_file(file, learn.path/learn.model_dir, ext='.pth')
     return where(_write_on_rank0(learn, file, put, where))
 
-# %% ../nbs/901_saving.ipynb #03ff0f4f
 @patch
 @delegates(save_model)
 def save(self:Learner,
@@ -104,13 +126,17 @@ def _args(f, learn, layout, *args, **kwargs):
 _began = time.time()
 
 def _await_written(file):
-    "Wait for what rank 0 writes to `file`: in a context until rank 0 is here, outside of one if this rank has come to the writing too; raise `RankError` if rank 0 ended before"
+    "Wait for what rank 0 writes to `file`: in a context until rank 0 is here, outside of one if this rank has come to the writing too; raise an error unless this rank sees what rank 0 does"
     if not isinstance(file, (str,Path)): return
-    await_rank0(f'reading {Path(file).name}')
-    try: await_noted(os.path.abspath(file))
+    file = Path(file)
+    there = await_rank0(f'reading {file.name}', _modified(file))
+    try: written = await_noted(file.name)
     except DistError: # rank 0, which served the store, has ended
-        if os.path.exists(file) and os.path.getmtime(file)>=_began: return
+        if file.exists() and os.path.getmtime(file)>=_began: return
         raise RankError(0, f'it ended before it wrote {file}. HINT: call `save` and `export` on all ranks, or read the file on rank 0 alone') from None
+    older = int(_modified(file) or 0)<int(written or 0)
+    if older or there and not file.exists(): raise FileNotFoundError(ENOENT, f'rank {this_world().rank} does not see what rank 0 {"wrote" if older else "reads"}. '
+        'HINT: a path on a disk that all nodes share, or `learn.save` inside the context, which writes on each node', str(file))
 
 def _reads(f):
     "Return the method `f`, which loads weights, without a barrier inside a context"

@@ -147,6 +147,69 @@ def test_a_full_disk_is_everybodys_error(size):
         test_eq(names, [['m.pth'],['m.pth','then.pth']])
     assert 'rank 0 failed' in res[1][0][1]
 
+def on_own_disk(rank):
+    "A Learner whose files lie in a folder of this rank, where another training has left its own"
+    learn = tabular()
+    learn.path = Path(f'node{rank}')
+    (learn.path/'models').mkdir(parents=True)
+    for name in ('models/best.pth','models/a.pth','m.pkl'): (learn.path/name).write_text('old')
+    return learn
+
+@pytest.mark.parametrize('size', [2,3])
+def test_nodes_without_a_shared_disk(size):
+    "What is saved inside the context lies on each node, and is loaded there"
+    def f(rank):
+        learn = on_own_disk(rank)
+        with ctx(learn):
+            learn.fit(3, 0.1, cbs=SaveModelCallback(monitor='valid_loss', comp=np.greater, fname='best'))
+            best = weights(learn)
+            learn.save('a')
+            learn.fit(1)
+            learn.load('a')
+            learn.export('m.pkl')
+            other = load_learner(learn.path/'m.pkl')
+        return best,weights(learn),weights(other)
+    res = on_ranks(f, size, join=False)
+    for o in res: test_eq(o, [res[0][0]]*3)
+
+def test_nodes_without_a_shared_disk_behind_the_context():
+    "Nobody waits to write there, so the rank that does not see the file is named by the load"
+    def f(rank):
+        learn = on_own_disk(rank)
+        with ctx(learn): learn.fit(1)
+        learn.save('a')
+        learn.export('m.pkl')
+        return caught(learn.load, 'a'),caught(load_learner, learn.path/'m.pkl')
+    mine,*others = on_ranks(f, 3, join=False, timeout=60)
+    test_eq(mine, (None,None))
+    for kind,msg in (o for two in others for o in two): assert kind=='FileNotFoundError' and 'does not see what rank 0 wrote' in msg and 'disk' in msg
+
+def test_nodes_without_a_shared_disk_in_shards():
+    "A rank has no whole model to write there, and says so at once"
+    def f(rank):
+        learn = on_own_disk(rank)
+        with warnings.catch_warnings(record=True) as said,learn.distrib_ctx(shard=True),learn.no_bar(),learn.no_logging():
+            warnings.simplefilter('always')
+            learn.save('a')
+            told = [str(o.message) for o in said if 'does not see' in str(o.message)]
+            return len(told)
+    test_eq(on_ranks(f, 2, join=False), [0,1])
+
+@pytest.mark.parametrize('size', [2,3])
+def test_export_and_load_behind_the_context(size):
+    "Ranks read what rank 0 has written, however long that takes"
+    def f(rank):
+        learn = tabular()
+        learn.path,learn.slow = Path('.'),SlowFile()
+        with ctx(learn):
+            learn.fit(1)
+            learn.get_preds()
+        learn.get_preds()
+        learn.export('m.pkl')
+        test_eq(weights(load_learner('m.pkl')), weights(learn))
+        return True
+    test_eq(on_ranks(f, size, join=False, timeout=60), [True]*size)
+
 def exported_in_vain(rank, fname, dir):
     learn = wide() if fname=='m.pkl' else tabular()
     learn.path = Path(dir)

@@ -107,19 +107,23 @@ def _noted(w, name):
     finally: _outer.reset(token)
 
 def _and_tell(func, notes, key, rank, what):
-    "Return the result of `func`, and write a note: empty, or this `rank` and its traceback"
+    "Return the result of `func`, and write a note: that result if it is text, or this `rank` and its traceback"
     note = ''
     notes.begin(key)
-    try: return without_barrier(func)
+    try:
+        res = without_barrier(func)
+        if isinstance(res, str): note = f' {res}'
+        return res
     except BaseException:
         note = f'{rank} {traceback.format_exc()}'
         raise
     finally: notes.put(key, what, note)
 
 def _wait_for(notes, key, what, anywhere=True):
-    "Wait for the note at `key`; raise `RankError` if it holds a traceback"
-    rank,_,tb = notes.get(key, what, anywhere).partition(' ')
-    if tb: raise RankError(int(rank), tb)
+    "Wait for the note at `key`, and return its text; raise `RankError` if it holds a traceback"
+    rank,_,text = notes.get(key, what, anywhere).partition(' ')
+    if rank: raise RankError(int(rank), text)
+    return text
 
 # %% ../../nbs/110_comm.rank0.ipynb #25588267
 def rank0_first(
@@ -146,12 +150,13 @@ def rank0_alone(
     **kwargs
 ): # The result of `func` on rank 0, `None` elsewhere
     "Call `func` on rank 0 while the other ranks wait for its end; an error on rank 0 is raised on all"
-    return rank0_named(partial(func, *args, **kwargs), name)[0]
+    res = rank0_named(partial(func, *args, **kwargs), name)[0]
+    return None if this_world().rank else res
 
 def rank0_named(
     func:callable, # Called on rank 0 only
     name:str # Name of the work, as for `rank0_alone`
-)->tuple: # Result of `rank0_alone`, and the name on rank 0
+)->tuple: # The result of `func`, on other ranks if it is text (else empty text, or `None` under another name); the name on rank 0
     "Call `func` as `rank0_alone` does; warn if the name on this rank differs from that on rank 0"
     w = this_world()
     if w.size==1: return func(),name
@@ -189,19 +194,20 @@ def rank0_noted(
 def await_noted(
     name:str, # As for `rank0_noted`
     timeout:float=600. # Seconds until rank 0 begins the work; what it has begun may take any time
-):
+)->str: # The text that rank 0's work returned, else empty; `None` on rank 0, and where this rank has not called `rank0_noted`
     "Wait until rank 0 has done the work of this rank's last call of `rank0_noted` with `name`; raise `RankError` if rank 0 failed in it"
     w = this_world()
-    if w.rank and _passed[name]: _wait_for(_StoreNotes(w, f'rank 0 to do {name!r}', timeout), _note_key(name), name)
+    if w.rank and _passed[name]: return _wait_for(_StoreNotes(w, f'rank 0 to do {name!r}', timeout), _note_key(name), name)
 
 # %% ../../nbs/110_comm.rank0.ipynb #05f7e943
 def await_rank0(
-    name:str # Of what rank 0 does at this place, if it comes there
-):
+    name:str, # Of what rank 0 does at this place, if it comes there
+    text:str='' # Sent by rank 0
+)->str: # Rank 0's `text`; `None` where nobody waits, or rank 0 has passed this place
     "Inside a context, wait until rank 0 calls this with `name` at the same place, or has passed it; rank 0 does not wait"
     line = control_connection()
     if line is None or line.world.size==1 or line.faults.failed or line.votes.exchanges.inside: return
     notes = _LineNotes(line)
     key = notes.place(name)
-    if line.rank==0: return notes.put(key, None, '') # it has done no work that others may ask for
-    with suppress(_PassedBy),exchange(name, 'note'): notes.notes.wait(key, notes.passed)
+    if line.rank==0: return notes.put(key, None, text) # it has done no work that others may ask for
+    with suppress(_PassedBy),exchange(name, 'note'): return notes.notes.wait(key, notes.passed)
