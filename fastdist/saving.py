@@ -57,8 +57,8 @@ def _has_ranks(learn):
 # %% ../nbs/901_saving.ipynb #6a0ba4cc
 def _modified(file):
     "Return when `file` was last written, in nanoseconds as text; empty if it is not there. It is opened, since a network disk says what is new only then"
-    with suppress(OSError),open(file, 'rb') as f: return str(os.fstat(f.fileno()).st_mtime_ns)
-    return ''
+    if not os.path.isfile(file): return '' # a pipe would wait for a writer
+    with open(file, 'rb') as f: return str(os.fstat(f.fileno()).st_mtime_ns)
 
 def _write_on_rank0(learn, file, put, where):
     "Write on rank 0 to the file that `where` finds for `file`, and return its name; in a context the others wait, and return rank 0's name"
