@@ -1,5 +1,6 @@
 "What people do to their data during a fit, on ranks as in one process with as many samples in a batch"
 import os,pickle,random,pytest
+from tempfile import TemporaryDirectory
 from contextlib import nullcontext
 from torch import distributed as dist
 from torch.utils.data import IterableDataset,TensorDataset,WeightedRandomSampler,BatchSampler,SubsetRandomSampler
@@ -319,3 +320,34 @@ def packed(rank):
     return len(learn.packed)
 
 def test_a_share_goes_to_workers_without_the_learner(): assert max(on_ranks(packed, join=False))<10000
+
+# Folders of a node
+
+class Texts:
+    "Numbers in the files of a folder"
+    def __init__(self, folder): self.files = sorted(Path(folder).rglob('*.txt'))
+    def __len__(self): return len(self.files)
+    def __getitem__(self, i): return tensor([float(self.files[i].read_text())])*torch.ones(3),tensor([1.])
+
+def in_folder(rank, names=lambda rank, i: f'{i:02}.txt', text=lambda rank, i: f'{i/10}'):
+    "Train on files that lie in a temporary folder of this rank alone"
+    with TemporaryDirectory(prefix=f'node{rank}') as d:
+        for i in range(30):
+            file = Path(d)/names(rank, i)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text(rank, i))
+        learn = learner(4, own(partial(Texts, d), shuffle=True, num_workers=0))
+        with learn.distrib_ctx(), learn.no_logging(), learn.no_bar(): learn.fit(2)
+        return [o.tolist() for o in learn.model.parameters()]
+
+@pytest.mark.parametrize('names', [lambda rank, i: f'{i:02}.txt', lambda rank, i: f'{"ab"[i%2]}/{i:02}.txt'], ids=['flat','classes'])
+def test_data_in_a_folder_of_the_node(names):
+    a,b,c = on_ranks(partial(in_folder, names=names), 3, join=False, timeout=100)
+    test_eq((b,c), (a,a))
+
+@pytest.mark.parametrize('kw', [dict(names=lambda rank, i: f'{i+rank:02}.txt'), dict(text=lambda rank, i: f'{i/10:.{3+rank}f}')], ids=['names','sizes'])
+def test_other_files_in_a_folder_of_the_node_are_named(kw):
+    def f(rank):
+        try: in_folder(rank, **kw)
+        except ValueError as e: return 'training items' in str(e)
+    test_eq(on_ranks(f, 2, join=False, timeout=100), [True]*2)
