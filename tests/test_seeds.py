@@ -134,14 +134,23 @@ class Hidden(Transform):
         self.fs = [[partial(lambda x, r: x+r.random(), r=rng)], (lambda x: x*inner.random(),)]
     def encodes(self, o:TensorBase): return self.fs[1][0](self.fs[0][0](o))
 
+_rng,_python = np.random.default_rng(),random.Random()
+class Global(Transform):
+    "Draws from generators that are global names of the script"
+    split_idx = 0
+    def encodes(self, o:TensorBase): return o+_rng.random()
+
+class GlobalNoise(Callback):
+    def before_batch(self): self.learn.xb = (self.x*_python.random(),)
+
 @pytest.mark.parametrize('workers', (0,2))
-def test_generators_that_lie_deep(workers):
-    def mk(n):
+def test_generators_that_lie_deep_or_are_global(workers):
+    def mk(n, tfm=Hidden, **kw):
         xs = TensorBase(torch.linspace(0, 1, 320).view(40, 8))
-        ds = Datasets(range(40), [[lambda i: xs[i], Hidden()], [lambda i: i%2]], splits=(list(range(30)), list(range(30, 40))))
+        ds = Datasets(range(40), [[lambda i: xs[i], tfm()], [lambda i: i%2]], splits=(list(range(30)), list(range(30, 40))))
         torch.manual_seed(0)
-        return Learner(ds.dataloaders(bs=bs//n, num_workers=workers, device='cpu'), nn.Linear(8, 2), loss_func=CrossEntropyLossFlat())
-    same_on(dict(deep=mk), (2,3))
+        return Learner(ds.dataloaders(bs=bs//n, num_workers=workers, device='cpu'), nn.Linear(8, 2), loss_func=CrossEntropyLossFlat(), **kw)
+    same_on(dict(deep=mk, globals=partial(mk, tfm=Global), callback=lambda n: mk(n, Global, cbs=GlobalNoise())), (2,3))
 
 def test_dropout_of_sequences(): same_on(sequences, (2,))
 

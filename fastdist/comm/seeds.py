@@ -13,7 +13,7 @@ on whatever rank, in whatever worker, after whatever else. The hash is BLAKE2, s
 __all__ = ['check_seed', 'key_of', 'set_random', 'own_generators', 'Seeds', 'Placed', 'Seeded', 'seed_of']
 
 # %% ../../nbs/112_comm.seeds.ipynb #10c7b361
-import functools,random,torch,numpy as np
+import functools,random,sys,torch,numpy as np
 from collections import deque
 from hashlib import blake2b
 from threading import Thread
@@ -51,9 +51,11 @@ def set_random(
 # %% ../../nbs/112_comm.seeds.ipynb #52d5fc5f
 _seeders = {torch.Generator: torch.Generator.manual_seed, random.Random: random.Random.seed, np.random.RandomState: lambda o,k: o.seed(k&0xffffffff),
     np.random.Generator: lambda o,k: setattr(o.bit_generator, 'state', type(o.bit_generator)(k).state)}
-_global = torch.default_generator,np.random.mtrand._rand
+_global = torch.default_generator,np.random.mtrand._rand,random._inst
 _data = torch.Tensor,np.ndarray,str,bytes,int,float,type,ModuleType,Learner,Thread
 _many = 256 # a longer list is data
+
+def _kind(o): return first(k for k in _seeders if isinstance(o, k) and not isinstance(o, random.SystemRandom))
 
 def _cells(f): return [c.cell_contents for c in f.__closure__ or () if c!=CellType()]
 
@@ -70,24 +72,41 @@ def _inner(o):
     held = _cells(o)+[*(o.__defaults__ or ()),*(o.__kwdefaults__ or {}).values()] if isinstance(o, FunctionType) else []
     if isinstance(o, dict): held += dict.values(o)
     kind = next((k for k in (list,tuple,set,deque) if isinstance(o, k)), None) # not an `L`, whose items may be read by transforms
-    if kind and kind.__len__(o)<=_many: held += kind.__iter__(o)
+    if kind and (kind.__len__(o)<=_many or _kind(first(kind.__iter__(o)))): held += kind.__iter__(o)
     return [*held,*getattr(o, '__dict__', {}).values(),*_slots(o)]
+
+# %% ../../nbs/112_comm.seeds.ipynb #c3d0aa04
+def _globals(o):
+    "Yield the global names that code of `o` sees: of the module of its class, of its methods, or of a function"
+    mro = () if isinstance(o, FunctionType) else type(o).__mro__
+    methods = [v for c in mro for v in vars(c).values()]
+    fs = [o,*methods,*(m.implementation for v in methods for m in getattr(v, 'methods', ()) if hasattr(m, 'implementation'))] # those of a Transform's `encodes` too
+    yield from (vars(sys.modules[c.__module__]) for c in mro if c.__module__ in sys.modules)
+    yield from (f.__globals__ for f in fs if isinstance(f, FunctionType))
+
+def _seed(kind, name, o, key): _seeders[kind](o, key_of(key, name))
 
 def own_generators(
     *roots, # Data sets, transforms, callbacks, modules
     deep:bool=True, # Whether what they hold is looked into too, however deep; else only their own attributes
     but:tuple=() # Objects that are not looked into
-)->list: # Pairs: generator, function that seeds it
-    "Return the user's generators that `roots` hold, in the same order in each process"
-    seen,found,todo = {id(o):o for o in (*_global,*but)},[],[(o,True) for o in reversed(roots)]
+)->list: # Pairs: generator, function that seeds it from a key, each by its name or its number
+    "Return the user's generators that `roots` hold, and those that are globals of their modules"
+    seen,todo = {id(o):o for o in (*_global,*but)},[(o,True) for o in reversed(roots)]
+    found,named = [],{id(o):None for o in _global} # generators; id of a global one -> its name
     while todo:
         o,goes = todo.pop()
         if id(o) in seen or o is None or isinstance(o, (*_data,random.SystemRandom)): continue
         seen[id(o)] = o # kept, so that no other object gets its number
-        f = first(f for k,f in _seeders.items() if isinstance(o, k))
-        if f: found.append((o,f))
+        if _kind(o): found.append(o)
         elif goes: todo += [(v,deep) for v in reversed(_inner(o)) if id(v) not in seen]
-    return found
+        for names in _globals(o) if deep and not _kind(o) else ():
+            if id(names) in seen: continue
+            seen[id(names)],new = names,{id(v):(k,v) for k,v in names.copy().items() if _kind(v) and id(v) not in named}
+            named |= {i:k for i,(k,_) in new.items()}
+            todo = [*((v,False) for _,v in new.values()),*todo]
+    held = [o for o in found if id(o) not in named]
+    return [(o,partial(_seed, _kind(o), i)) for i,o in enumerate(held)] + [(o,partial(_seed, _kind(o), named[id(o)])) for o in found if id(o) in named]
 
 # %% ../../nbs/112_comm.seeds.ipynb #7ca9d821
 class Seeds:
@@ -105,7 +124,7 @@ class Seeds:
         "Set all generators to the state of a place in this one"
         key = key_of(*self.place, *place)
         set_random(key)
-        for i,(o,f) in enumerate(self.own): f(o, key_of(key, i))
+        for o,f in self.own: f(o, key)
 
     def before(self,
         its, # Samples

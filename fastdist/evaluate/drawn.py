@@ -59,7 +59,7 @@ def kept_own(
 @contextmanager
 def _noting(draws, i=0, own=()):
     with kept_own(own),unnoticed(),RandomStream(i),draws.noted() as found:
-        for k,(o,f) in enumerate(own): f(o, key_of('trial', i, k))
+        for o,f in own: f(o, key_of('trial', i))
         with noting_numbers(draws, [o for o,_ in own]): yield found
 
 # %% ../../nbs/313_evaluate.drawn.ipynb #79d15286

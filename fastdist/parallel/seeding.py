@@ -35,6 +35,7 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from ..base.errors import *
 from ..base.loans import *
+from ..job.callbacks import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..comm.seeds import *
@@ -157,10 +158,10 @@ def _pass(self:Seeding, kind):
         with self.counted(kind): yield
         return
     learn,size = self.owner,self.phases.size
-    own = own_generators(*learn.cbs, learn.loss_func, *own_model(learn).modules(), but=(learn,))
+    own = own_generators(*learn.cbs.filter(risinstance(JobCallback), negate=True), learn.loss_func, *own_model(learn).modules(), but=(learn,))
     with Loans() as loans,self.counted(kind) if kind!='train' else self.place(kind):
         self.stack[-1] = self.seeds.within(own=own)
-        for i,(o,f) in enumerate(own_generators(*loader_and_samplers(learn.dl), deep=False)): f(o, key_of(*self.seeds.place, 'order', i))
+        for o,f in own_generators(*loader_and_samplers(learn.dl), deep=False): f(o, key_of(*self.seeds.place, 'order'))
         for cb in learn._grab_cbs(MixHandler) if size>1 else []: loans.lend(cb, before_batch=partial(self._show_whole, cb, cb.before_batch))
         self._watch(loans)
         yield
