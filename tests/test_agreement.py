@@ -236,6 +236,34 @@ def two_contexts(rank):
 
 def test_nested_contexts_share_the_line(): test_eq(on_ranks(two_contexts, join=False), [('RankError',9), ('ZeroDivisionError',9)])
 
+source = 'def read(): raise OSError("a broken file")'
+
+class Interrupted:
+    "Loader of a module, while whose source is read for a traceback a signal comes"
+    def get_source(self, name):
+        signal.raise_signal(signal.SIGUSR1)
+        return source
+
+def fails_twice(rank, n):
+    "The last rank fails, and a signal's handler raises while that is described, as torch's does for a data worker that has died"
+    def died(*args):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        raise RuntimeError('a data worker is killed')
+    signal.signal(signal.SIGUSR1, died)
+    code = dict(__name__='unread', __loader__=Interrupted())
+    exec(compile(source, 'unread.py', 'exec'), code)
+    learn = digits()
+    with learn.no_logging(), learn.no_bar():
+        try:
+            with learn.distrib_ctx(): learn.fit(1, cbs=Callback(after_batch=lambda self: code['read']() if rank==n-1 and self.iter==2 else None))
+        except Exception as e: return type(e).__name__,str(e)
+
+@pytest.mark.parametrize('n', [2,3])
+def test_an_error_in_an_error_is_told(n):
+    *others,(mine,_) = on_ranks(partial(fails_twice, n=n), n, join=False)
+    test_eq(mine, 'RuntimeError')
+    for how,text in others: assert how=='RankError' and text.startswith(f'rank {n-1} failed:') and 'a data worker is killed' in text, text
+
 def test_an_error_that_was_there_before_keeps_nothing_back():
     "A second fit may stand in the `except` clause of the first"
     def f(rank):

@@ -1,8 +1,11 @@
 "Ranks that are suspended for longer than `patience`, as by SIGSTOP, Ctrl-Z, SLURM or a paused machine, and continued"
 import os,signal,time,pytest
+from multiprocessing import get_context
+from pathlib import Path
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.collectives import gather_objs
+from fastdist.state.dcp import await_shards
 from fastcore.test import test_eq
 from learners import digits
 
@@ -17,8 +20,12 @@ class At(Callback):
         if self.training and self.iter==self.n: self.f()
 
 def suspend(pids, until):
-    "Suspend `pids`, until `until` returns in a process that is not suspended"
-    if os.fork(): return
+    "Suspend `pids`, until `until` returns in a process that is not suspended, and return then"
+    reading,writing = os.pipe()
+    if os.fork():
+        os.close(writing)
+        os.read(reading, 1) # nothing, once the other process has ended
+        return os.close(reading)
     try:
         for o in pids: os.kill(o, signal.SIGSTOP)
         until()
@@ -43,7 +50,7 @@ def all_suspended(rank, n):
         steps = heard(lambda: learn.fit(1, cbs=last(CancelFitException()))),learn.train_iter
         return err,steps
 
-@pytest.mark.parametrize('n', [2])
+@pytest.mark.parametrize('n', [2,3])
 def test_all_are_suspended_and_go_on(n):
     "What one of them does then, an error or a cancel, all ranks know as ever"
     *others,(own,cancelled) = on_ranks(partial(all_suspended, n=n), n, join=False, timeout=100)
@@ -52,3 +59,41 @@ def test_all_are_suspended_and_go_on(n):
     for err,steps in others:
         assert err[0]=='RankError' and err[1].startswith(f'rank {n-1} failed:') and 'a bad sample' in err[1], err
         test_eq(steps, cancelled)
+
+def one_suspended(rank, n, who, place, path):
+    "Rank `who` is suspended until the others have ended, and continued then"
+    def until():
+        end = time.monotonic()+60
+        while len(list(path.iterdir()))<n-1 and time.monotonic()<end: time.sleep(.05)
+    stop = lambda: suspend([os.getpid()], until) if rank==who else None
+    learn = digits()
+    with learn.no_bar(), learn.no_logging():
+        try:
+            with learn.distrib_ctx(patience=patience):
+                if place=='fit': learn.fit(1, cbs=At(1, stop))
+                stop()
+                torch.distributed.barrier()
+        except Exception as e: res = type(e).__name__,str(e)
+    if rank!=who: (path/str(rank)).touch()
+    return res
+
+@pytest.mark.parametrize('n,who,place', [(3,2,'fit'), (2,0,'barrier')])
+def test_one_is_suspended_and_comes_back(tmp_path, n, who, place):
+    "The others have gone on without it; it raises the error that they have raised"
+    for kind,text in on_ranks(partial(one_suspended, n=n, who=who, place=place, path=tmp_path), n, join=False, timeout=100):
+        assert kind=='RankError' and text.startswith(f'rank {who} failed:\nits process has not answered for'), text
+
+def test_a_wait_for_files_of_others(tmp_path):
+    "The time of the own suspension does not count"
+    folder,looks = tmp_path/'state',get_context('fork').Event()
+    folder.mkdir()
+    p = get_context('fork').Process(target=await_shards, args=(folder, 1, looks.set), kwargs=dict(patience=3.))
+    p.start()
+    looks.wait()
+    os.kill(p.pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(p.pid, signal.SIGCONT)
+    p.join(1)
+    (folder/'rank0.json').write_text('{}')
+    p.join(30)
+    test_eq(p.exitcode, 0)

@@ -136,10 +136,20 @@ def failed_here(self:Faults,
 ):
     "Send `e` to all ranks as an error of this rank, or of the rank that a `RankError` names; only the first call of a generation has an effect"
     if self.failed: return
-    self.failed,self.armed = True,False
-    if isinstance(e, RankError) and e.rank not in (None,self.control.rank): return self.tell_error(e.rank, e.msg, self.generation)
+    self.armed = False
+    others = isinstance(e, RankError) and e.rank not in (None,self.control.rank)
+    rank,text = (e.rank,e.msg) if others else (self.control.rank,_described(e))
+    self.failed = True
+    try: self.tell_error(rank, text, self.generation)
+    except BaseException: # of a signal's handler; whoever catches it calls again
+        self.failed = False
+        self.reported.discard(self.generation)
+        raise
+
+def _described(e):
+    "Return the traceback of `e`; a signal's handler may raise meanwhile, as torch's does where a data worker has died"
     text = ''.join(traceback.format_exception(e))
-    self.tell_error(self.control.rank, text if len(text)<20_000 else f'{text[:8000]}\n...\n{text[-8000:]}', self.generation)
+    return text if len(text)<20_000 else f'{text[:8000]}\n...\n{text[-8000:]}'
 
 @patch
 def as_rank0(self:Faults,

@@ -15,7 +15,7 @@ __all__ = ['uncollected', 'versions', 'addresses', 'Meeting', 'reached', 'HeadGo
            'be_agent']
 
 # %% ../../nbs/014_job.agent.ipynb #e2847890
-import gc,os,platform,secrets,signal,socket,struct,sys,time
+import gc,os,platform,secrets,signal,socket,struct,sys
 from contextlib import ExitStack,suppress
 from importlib.metadata import PackageNotFoundError,version
 from pathlib import Path
@@ -102,20 +102,22 @@ class HeadGone(BaseException):
 # %% ../../nbs/014_job.agent.ipynb #87532bc3
 class Agent:
     "Runs ranks of this machine for the head at the other end of `link`"
-    silence = 8. # seconds without a frame of the head, which sends one every two
+    silence = 8. # seconds without a frame of the head, which sends one every two; by own beats, since the clock goes on while a job is suspended
     def __init__(self,
         link:Link, # Open
         own_gpus=False # Whether this process sees GPUs that no other agent sees: its first rank takes the first of them
     ):
-        self.link,self.own_gpus,self.todo,self.heard,self.meeting,self.over = link,own_gpus,SimpleQueue(),time.monotonic(),None,Event()
+        self.link,self.own_gpus,self.todo,self.silent,self.meeting,self.over = link,own_gpus,SimpleQueue(),0,None,Event()
         for f in (self._listen,self._ping): Thread(target=f, daemon=True).start()
 
     def _ping(self):
-        while not self.over.wait(2): self.link.send('ping')
+        while not self.over.wait(2):
+            self.silent += 1
+            self.link.send('ping')
 
     def _listen(self):
         for msg,data in self.link:
-            self.heard = time.monotonic()
+            self.silent = 0
             if msg['kind']!='ping': self.todo.put((msg,data))
         self.todo.put((dict(kind='gone'),b''))
 
@@ -127,7 +129,7 @@ class Agent:
             msg,data = self.todo.get(wait>0, wait or None)
             if msg['kind']=='gone': raise HeadGone
             return msg,data
-        if time.monotonic()-self.heard>self.silence: raise HeadGone
+        if 2*self.silent>self.silence: raise HeadGone(f'nothing was heard for {self.silence:.0f} s of the process that started it, which was suspended or cannot be reached')
 
     def signal(self,
         number:int # As for `os.kill`
@@ -240,5 +242,7 @@ def be_agent():
     link = own_streams()
     end_imports()
     link.open()
-    with suppress(HeadGone): Agent(link).serve()
+    try: Agent(link).serve()
+    except HeadGone as e:
+        if e.args: sys.stderr.write(f'This agent has ended its ranks: {e}\n')
     os._exit(0) # a second of torch's finalizers, with nothing to put back

@@ -119,14 +119,14 @@ class Node:
     "Agent on the machine `name`, at the other end of `channel`"
     def __init__(self, name:str, channel):
         self.name,self.channel,self.link,self.ranks,self.answers = name,channel,Link(channel.inp, channel.out),{},SimpleQueue()
-        self.heard,self.began,self.taking = None,time.monotonic(),False # time of the last frame; whether one is being handed on, and waits where the terminal is not read
+        self.heard,self.began,self.silent,self.taking = None,time.monotonic(),0,False # time of the last frame; pings since then; whether a frame is being handed on, and waits where nobody takes it
         self.link.open()
         Thread(target=self._read, daemon=True).start()
 
     def _read(self):
         with suppress(OSError,ValueError):
             for msg,data in self.link:
-                self.heard = time.monotonic()
+                self.heard,self.silent = time.monotonic(),0
                 if 'rank' in msg: self._take(msg, data)
                 elif msg['kind']!='ping': self.answers.put((msg,data))
         self.answers.put((None,b''))
@@ -135,7 +135,7 @@ class Node:
     def _take(self, msg, data):
         self.taking = True
         self.ranks[msg['rank']].take(msg, data)
-        self.taking,self.heard = False,time.monotonic()
+        self.taking,self.silent = False,0
 
     def lose(self,
         why:str # What happened to the machine
@@ -144,9 +144,10 @@ class Node:
         for p in self.ranks.values(): p.end(255, f'its machine was lost: {why}')
 
     def ping(self, silence:float=8):
-        "Say something to the agent, and `lose` it where it was silent for as many seconds"
+        "Say something to the agent, every two seconds, and `lose` it where it was silent for as many seconds in which this process was awake"
         self.link.send('ping')
-        if self.heard and not self.taking and time.monotonic()-self.heard>silence: self.lose(f'nothing was heard of it for {silence} s')
+        self.silent += 1
+        if self.heard and not self.taking and 2*self.silent>silence: self.lose(f'nothing was heard of it for {silence} s')
 
     def answer(self,
         timeout:float=300 # Seconds: the first answer comes after an import of torch, which takes minutes from a busy file system

@@ -22,6 +22,7 @@ from base64 import b64encode
 from contextlib import contextmanager,suppress
 from multiprocessing import get_all_start_methods,get_context,parent_process
 from pathlib import Path
+from queue import Queue
 from shutil import rmtree
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -275,17 +276,50 @@ def local_ranks(fun, n, d, start):
     port = free_port()
     return start_here(range(n), d, start, lambda r: rank_env(r, n, d, port), ((fun,cpu_random()),Script()) if start=='fork' else None)
 
+# %% ../../nbs/011_job.spawn.ipynb #bd610995
+class _Feeder:
+    "Text file whose text a thread writes to `to`, so that who reads ranks goes on where nobody reads the terminal"
+    def __init__(self, to, terminal): store_attr()
+    def write(self, s): self.terminal.write(self.to, s)
+    def flush(self): pass
+
+class _ToTerminal:
+    "Texts that wait for the terminal, in order, and the thread that writes them, which starts with the first"
+    def __init__(self): self.todo,self.thread,self.error = Queue(1024),None,None # texts of at most 64 KB; behind them ranks wait after all
+
+    def write(self, f, s):
+        "Let `s` be written to the file `f`; raise the error that an earlier text has met"
+        if self.error: raise self.error
+        if not self.thread: # after the ranks are forked, which would have it half
+            self.thread = Thread(target=self._run, daemon=True)
+            self.thread.start()
+        self.todo.put((f,s))
+
+    def _run(self):
+        while o := self.todo.get():
+            try:
+                if not self.error: print(o[1], end='', file=o[0], flush=True)
+            except BaseException as e: self.error = e # such as a pipe that nobody reads any more
+
+    def close(self):
+        "Wait until all is written"
+        if not self.thread: return
+        self.todo.put(None)
+        self.thread.join()
+
 # %% ../../nbs/011_job.spawn.ipynb #bd610994
 class Shown:
     "Shows in this process what ranks print and display; only rank 0's unless `show_all`"
-    def __init__(self, show_all:bool=False): self.show_all,self.publish = show_all,_publisher()
+    def __init__(self, show_all:bool=False): self.show_all,self.publish,self.terminal = show_all,_publisher(),_ToTerminal()
     def __call__(self,
         rank:int, # Whose output it is
         d:Path # Folder for its pipes
     )->list:
         "Return the outputs of `rank`: its stdout, its stderr and, in a notebook, what it displays"
         heard,prefix = rank==0 or self.show_all,f'[rank{rank}] ' if self.show_all else ''
-        res = [Output(d/f'{k}{rank}', to if heard else None, prefix) for k,to in (('out',sys.stdout), ('err',sys.stderr))]
+        files = sys.stdout,sys.stderr
+        if not self.publish: files = [_Feeder(o, self.terminal) for o in files] # a notebook knows by the thread to which cell a text belongs, and never blocks
+        res = [Output(d/f'{k}{rank}', to if heard else None, prefix) for k,to in zip(('out','err'), files)]
         return res + ([_Displayed(d/f'show{rank}', self.publish if heard else None)] if self.publish else [])
 
 class Ranks:
@@ -424,12 +458,15 @@ def start_ranks(
     check_folder()
     wanted = range(n if all_ranks else 1)
     with dies_as_ranks() as died, TemporaryDirectory(prefix='fastdist') as d:
-        ranks = Ranks(range(n), d, Shown(show_all))
+        shown = Shown(show_all)
+        ranks = Ranks(range(n), d, shown)
         try:
             for p in places(fun, n, ranks.d, show_all, wanted) if places else local_ranks(fun, n, ranks.d, start): ranks.procs.append(p)
             with passed_on(ranks.procs, died), asks_first(ranks.procs): ranks.wait()
         except KeyboardInterrupt as e: raise everywhere(e)
-        finally: ranks.end()
+        finally:
+            ranks.end()
+            shown.terminal.close()
         res,states = zip(*[read(f'{d}/result{r}') for r in wanted])
     set_cpu_random(states[0])
     return list(res) if all_ranks else res[0]

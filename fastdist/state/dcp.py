@@ -21,6 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner,HuggingFaceStorageReader,HuggingFaceStorageWriter
 from fastcore.all import *
 from fastai.basics import *
+from ..base.signals import *
 from .files import *
 from .serialize import *
 
@@ -73,11 +74,12 @@ def await_shards(
     patience:float=60. # Seconds in which nothing grows there
 )->dict: # File -> its record, for `state.json`
     "Wait until all ranks have written their rows, and remove their notes; raise `OSError` where one has failed, has ended or is not seen to write"
-    seen,since,pause = None,time.monotonic(),.01
+    seen,since,pause,suspended = None,time.monotonic(),.01,Suspension()
     while True:
         now = {o.name:o.stat().st_size for o in os.scandir(folder)}
         missing = [r for r in range(n) if f'rank{r}.json' not in now]
         if not missing: return _collected([Path(folder)/f'rank{r}.json' for r in range(n)])
+        since += suspended()
         if now!=seen: seen,since = now,time.monotonic()
         why = _trouble(now, missing, lost(), time.monotonic()-since>patience and patience)
         if why: raise OSError(errno.EIO, why, str(folder))

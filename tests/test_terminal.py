@@ -1,0 +1,75 @@
+"A terminal that nobody reads for a while, a job that is suspended as a whole, and Ctrl-C meanwhile"
+import os,signal,subprocess,sys,time,pytest
+from pathlib import Path
+from contextlib import suppress
+import procs
+from procs import await_that
+
+pytestmark = [pytest.mark.launcher, pytest.mark.timeout(240)]
+script = '''import os,sys,time
+from pathlib import Path
+from fastdist import *
+from fastdist.job.fleet import Command,agent_code
+class Here:
+    name,places = 'here',['here']
+    def open(self, i): return Command([sys.executable,'-c',agent_code])
+def talk(folder):
+    (folder/f'pid{os.getpid()}').touch()
+    for i in range(400): print('x'*1000, flush=True)
+    (folder/f'said{this_world().rank}').touch()
+    while not (folder/'go').exists(): time.sleep(.05)
+    return 'came home'
+if __name__=='__main__':
+    how,folder = sys.argv[1],Path(sys.argv[2])
+    a = Accelerator(nprocs=2, compute_setup='cpu', **(dict(engine=Here()) if how=='agent' else {}))
+    res = a.distribute(talk, **({} if how=='agent' else dict(start='fork')))(folder)
+    (folder/'result').write_text(res)
+'''
+
+@pytest.fixture
+def job(tmp_path):
+    "Starts a job whose output nobody reads; yields once its ranks have printed 400 KB, more than pipes hold"
+    (tmp_path/'talks.py').write_text(script)
+    started = []
+    def start(how):
+        with open(tmp_path/'err', 'w') as err: p = procs.start(sys.executable, tmp_path/'talks.py', how, tmp_path, err=err)
+        started.append(p)
+        await_that(lambda: len(list(tmp_path.glob('said*')))==2 or p.poll() is not None, 120)
+        return p
+    yield start
+    for p in started:
+        for pid in [p.pid, *below(p.pid)]:
+            with suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
+        p.communicate()
+
+def below(pid):
+    "All processes that `pid` and those below it have started"
+    found = []
+    for p in Path('/proc').glob('[0-9]*/stat'):
+        with suppress(OSError): found.append((int(p.parent.name), int(p.read_text().rpartition(')')[2].split()[1])))
+    res = [c for c,parent in found if parent==pid]
+    return res+[o for c in res for o in below(c)]
+
+@pytest.mark.parametrize('how', ['agent','local'])
+def test_a_job_that_nobody_reads_and_that_is_suspended(job, tmp_path, how):
+    "Longer than an agent may be silent; all processes are continued, in any order"
+    p = job(how)
+    pids = [p.pid, *below(p.pid)]
+    for o in pids: os.kill(o, signal.SIGSTOP)
+    time.sleep(13)
+    for o in pids: os.kill(o, signal.SIGCONT)
+    (tmp_path/'go').touch()
+    out,_ = p.communicate(timeout=90)
+    assert p.returncode==0 and len(out)==400*1001, (tmp_path/'err').read_text()
+    assert (tmp_path/'result').read_text()=='came home'
+
+@pytest.mark.parametrize('how', ['agent','local'])
+def test_ctrl_c_where_nobody_reads(job, tmp_path, how):
+    "Ranks end at once, and the script when its output is read"
+    p = job(how)
+    os.kill(p.pid, signal.SIGINT)
+    ranks = [int(o.name[3:]) for o in tmp_path.glob('pid*')]
+    await_that(lambda: not any(Path(f'/proc/{o}').exists() for o in ranks), 30)
+    out,_ = p.communicate(timeout=60)
+    assert p.returncode and 'KeyboardInterrupt' in (tmp_path/'err').read_text() and len(out)==400*1001
+    assert not (tmp_path/'result').exists()
