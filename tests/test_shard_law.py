@@ -211,7 +211,8 @@ two_units = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='tra
 writes = in_place,on_data,new_data,clipped_too
 moving = {o.__name__:case(partial(encoders, write=o)) for o in writes} | {f'{o.__name__} across units':case(partial(encoders, write=o), fsdp_plugin=two_units) for o in writes}
 moving |= {f'{o.__name__} {e}':case(encoders, cbs=partial(Follow, o, e)) for o in (in_place,new_data) for e in ('before_batch','after_pred','after_step')}
-moving |= dict(window=case(partial(encoders, write=in_place), cbs=lambda: GradientAccumulation(24)), kept=case(partial(encoders, write=new_data), fsdp_plugin=whole_between))
+moving |= dict(window=case(partial(encoders, write=in_place), cbs=lambda: GradientAccumulation(24)),
+    kept=case(partial(encoders, write=new_data), fsdp_plugin=whole_between))
 
 @pytest.mark.parametrize('size', (2,3))
 def test_weights_that_are_written(size): check(size, dict([*moving.items()][size-2::2]))
@@ -277,6 +278,11 @@ class ReadsOnRank0(OnRank0):
     "One rank alone reads what all have parts of"
     def after_epoch(self): self.learn.total = sum(p.sum().item() for p in self.model.parameters())
 
+class Replaces(Callback):
+    "One rank puts another loss in the place of that of its batch"
+    def after_loss(self):
+        if self.training and rank_distrib(): self.learn.loss_grad = torch.zeros_like(self.loss_grad, requires_grad=True)
+
 class Branches(nn.Module):
     "Of two layers a rank uses one"
     def __init__(self):
@@ -286,7 +292,8 @@ class Branches(nn.Module):
 
 refusals = [(Small, {}, {}, 'reshard_after_forward=False'), (ByHand, {}, {}, r'torch.autograd.grad with regard to them'),
     (ByHand, {}, dict(fsdp_plugin=whole_between), 'outside of a backward pass'), (OnRank0, {}, {}, 'a callback without rank0_only'), (ReadsOnRank0, {}, {}, 'reads it on all ranks'), (noop, Branches, {}, 'others did not'),
-    (noop, Codebook, {}, 'codes in forward passes'), (noop, partial(Listed, in_place), {}, 'a list made before'), (noop, partial(Listed, new_data), {}, 'must be written to as learn.model has them')]
+    (Replaces, {}, {}, 'must depend on parameters on each rank'), (noop, Codebook, {}, 'codes in forward passes'),
+    (noop, partial(Listed, in_place), {}, 'a list made before'), (noop, partial(Listed, new_data), {}, 'must be written to as learn.model has them')]
 
 def refused(rank, cb, model, kw, match):
     learn = small(6)
