@@ -20,7 +20,8 @@ from dataclasses import replace
 from accelerate import Accelerator as HFAccelerator
 from torch.nn.parallel import DistributedDataParallel
 from accelerate.state import AcceleratorState,GradientState,PartialState
-from accelerate.utils import AutocastKwargs,DataLoaderConfiguration,DDPCommunicationHookType,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
+from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import AutocastKwargs,DDPCommunicationHookType,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
 from fastcore.all import *
 from ..base.errors import *
 from ..base.loans import *
