@@ -1,5 +1,6 @@
 "What mixes the samples of a batch is named by its cause, once, in the first epoch; what does not is silent"
 import os,pytest,signal,warnings
+from dataclasses import dataclass
 from contextlib import nullcontext
 from accelerate import FullyShardedDataParallelPlugin
 from fastcore.test import *
@@ -58,6 +59,10 @@ class Flat(nn.Module):
         self.lin = nn.Linear(4, 4)
     def forward(self, x): return self.lin(x.view(-1,4)).view(-1,8)
 
+@dataclass
+class Power:
+    by:float=2.
+
 class Adds(Callback):
     def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+self.pred.square().mean()
 class Sees(Callback):
@@ -88,6 +93,18 @@ class Jitters(Callback):
 class Teaches(Callback):
     "Calls the model in `after_pred`, which is not tried"
     def after_pred(self): self.seen = self.model(self.x).mean()
+class Distils(Callback):
+    "Blends the loss with one by a model that it holds"
+    def __init__(self, term): self.term,self.teacher = term,nn.Linear(6,3)
+    def after_loss(self): self.learn.loss_grad = torch.lerp(self.learn.loss_grad, self.term(self.pred, self.teacher(self.x)), .3)
+def by_sample(p, t): return F.kl_div(F.log_softmax(p, -1), F.softmax(t, -1), reduction='batchmean')
+def by_pairs(p, t): return F.mse_loss(torch.cdist(p, p), torch.cdist(t, t))
+class Distance(nn.Module):
+    "A loss whose exponent lies in a data class"
+    def __init__(self):
+        super().__init__()
+        self.how = Power()
+    def forward(self, p, y): return F.cross_entropy(p, y, reduction='none').pow(self.how.by).mean()
 class Enters(Callback):
     "Holds a context, which a trial must not enter"
     def before_fit(self): self.autocast = torch.autocast('cpu', dtype=torch.bfloat16)
@@ -140,11 +157,13 @@ wrong = dict(norm=(lambda: learner(HandNorm()), '1 .HandNorm. mixes'), spread=(l
     by_loss=(lambda: learner(cbs=ByLoss()), '^ByLoss makes something else of a batch in before_backward'), whitens=(lambda: learner(cbs=Whitens()), '^Whitens makes .* before_batch'),
     centres=(lambda: learner(cbs=Centres()), '^Centres makes .* after_pred'), covariance=(lambda: learner(cbs=Covariance()), '^Covariance changes the loss'),
     weighs=(lambda: learner(cbs=Weighs(), loss_func=CrossEntropyLossFlat(reduction='none')), '^Weighs changes the loss'), transform=(lambda: transformed(WhitenBatch()), '^WhitenBatch makes'),
+    pairs=(lambda: learner(cbs=Distils(by_pairs)), '^Distils changes the loss'),
     by_weights=(lambda: learner(loss_func=ByWeights()), '^Your loss is neither'), in_batch=(lambda: learner(loss_func=InBatch()), '^Your loss is neither'),
     clamp=(lambda: hooked(lambda g: g.clamp(-.01,.01)), 'hook that you registered on 0.weight'))
 right = dict(batchnorm=lambda: learner(nn.BatchNorm1d(8), nn.Dropout()), attention=lambda: learner(Attends(batch_first=True)), noise=lambda: learner(Noise()),
     own=lambda: learner(OwnNoise()), time=lambda: learner(TimeFirst()), flat=lambda: learner(Flat()), adds=lambda: learner(cbs=Adds()),
     sees=lambda: learner(cbs=Sees()), scales=lambda: learner(cbs=Scales()), jitters=lambda: learner(cbs=Jitters()), teaches=lambda: learner(cbs=Teaches()),
+    distils=lambda: learner(cbs=Distils(by_sample)), data_class=lambda: learner(loss_func=Distance()),
     enters=lambda: learner(cbs=Enters()), transform=lambda: transformed(ScaleBatch()), half=lambda: hooked(lambda g: g/2),
     **{k:getattr(learners, k) for k in ('vision','tabular','collab','language_model','text_classifier')})
 
@@ -266,7 +285,7 @@ def test_a_callback_that_does_more_is_not_tried(f):
         def before_batch(self): f(self)
     learn,ran = learner(),[]
     learn.xb,learn.yb,learn.seen = (torch.randn(8,6),),(torch.zeros(8),),[]
-    test_eq(mixing.mixes_in(Marks(), 'before_batch', mixing.given(learn, 'before_batch'), learn), False)
+    test_eq(mixing.mixes_in(Marks(), 'before_batch', mixing.given(learn, 'before_batch'), learn), None)
     test_eq((learn.seen, os.listdir()), ([],[]))
 
 def test_a_trial_costs_little(monkeypatch):

@@ -174,6 +174,68 @@ def test_four_ranks(): check(4, {k:ways[k] for k in few}|{k:optimizers[k] for k 
 
 def test_optimizers(): check(3, optimizers)
 
+# What a forward pass or a callback writes to weights, as a momentum encoder's
+
+class Encoder(nn.Sequential):
+    "A unit of its own where the plugin says so"
+    def __init__(self): super().__init__(nn.Linear(8,7), nn.Tanh(), nn.Linear(7,3))
+
+class Momentum(nn.Module):
+    "The weights of `k` follow those of `q`, each in the way of `write`"
+    def __init__(self, write=None):
+        super().__init__()
+        self.q,self.k,self.write = Encoder(),Encoder().requires_grad_(False),write
+    @torch.no_grad()
+    def follow(self, write):
+        for q,k in zip(self.q.parameters(), self.k.parameters()): write(q, k)
+    def forward(self, x):
+        if self.write and self.training: self.follow(self.write)
+        return self.q(x)+self.k(x.flip(-1))
+
+def in_place(q, k): k.mul_(.5).add_(q, alpha=.5)
+def on_data(q, k): k.data.mul_(.5).add_(q.data, alpha=.5)
+def new_data(q, k): k.data = k.data*.5+q.data*.5
+def clipped_too(q, k): in_place(q.clamp_(-.1,.1), k)
+
+class Follow(Callback):
+    "`model.follow` in the event `at`"
+    def __init__(self, write, at): setattr(self, at, lambda: self.training and self.model.follow(write))
+
+def encoders(bs, write=None):
+    learn = small(bs)
+    set_seed(4)
+    learn.model = Momentum(write)
+    return learn
+
+two_units = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Encoder'])
+writes = in_place,on_data,new_data,clipped_too
+moving = {o.__name__:case(partial(encoders, write=o)) for o in writes} | {f'{o.__name__} across units':case(partial(encoders, write=o), fsdp_plugin=two_units) for o in writes}
+moving |= {f'{o.__name__} {e}':case(encoders, cbs=partial(Follow, o, e)) for o in (in_place,new_data) for e in ('before_batch','after_pred','after_step')}
+moving |= dict(window=case(partial(encoders, write=in_place), cbs=lambda: GradientAccumulation(24)),
+    kept=case(partial(encoders, write=new_data), fsdp_plugin=whole_between))
+
+@pytest.mark.parametrize('size', (2,3))
+def test_weights_that_are_written(size): check(size, dict([*moving.items()][size-2::2]))
+
+class Codebook(nn.Module):
+    "Each rank writes what it sees"
+    def __init__(self):
+        super().__init__()
+        self.out,self.codes = nn.Linear(8,3),nn.Parameter(torch.zeros(8), requires_grad=False)
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad(): self.codes.lerp_(x.mean(0), .5)
+        return self.out(x-self.codes)
+
+class Listed(Momentum):
+    "With a list of parameters that was made before the context"
+    def __init__(self, write):
+        super().__init__(write)
+        self.pairs = [*zip(self.q.parameters(), self.k.parameters())]
+    def follow(self, write):
+        with torch.no_grad():
+            for q,k in self.pairs: write(q, k)
+
 class Numbers(Callback):
     "Reads numbers of parameters and gradients between backward pass and step, and steers by them"
     def __init__(self, extremes): self.extremes = extremes
@@ -216,6 +278,11 @@ class ReadsOnRank0(OnRank0):
     "One rank alone reads what all have parts of"
     def after_epoch(self): self.learn.total = sum(p.sum().item() for p in self.model.parameters())
 
+class Replaces(Callback):
+    "One rank puts another loss in the place of that of its batch"
+    def after_loss(self):
+        if self.training and rank_distrib(): self.learn.loss_grad = torch.zeros_like(self.loss_grad, requires_grad=True)
+
 class Branches(nn.Module):
     "Of two layers a rank uses one"
     def __init__(self):
@@ -224,7 +291,9 @@ class Branches(nn.Module):
     def forward(self, x): return (self.a,self.b)[rank_distrib()](x)
 
 refusals = [(Small, {}, {}, 'reshard_after_forward=False'), (ByHand, {}, {}, r'torch.autograd.grad with regard to them'),
-    (ByHand, {}, dict(fsdp_plugin=whole_between), 'outside of a backward pass'), (OnRank0, {}, {}, 'a callback without rank0_only'), (ReadsOnRank0, {}, {}, 'reads it on all ranks'), (noop, Branches, {}, 'others did not')]
+    (ByHand, {}, dict(fsdp_plugin=whole_between), 'outside of a backward pass'), (OnRank0, {}, {}, 'a callback without rank0_only'), (ReadsOnRank0, {}, {}, 'reads it on all ranks'), (noop, Branches, {}, 'others did not'),
+    (Replaces, {}, {}, 'must depend on parameters on each rank'), (noop, Codebook, {}, 'codes in forward passes'),
+    (noop, partial(Listed, in_place), {}, 'a list made before'), (noop, partial(Listed, new_data), {}, 'must be written to as learn.model has them')]
 
 def refused(rank, cb, model, kw, match):
     learn = small(6)

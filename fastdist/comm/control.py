@@ -208,7 +208,7 @@ def _admit(self:ControlConnection):
     self.server = None
 
 @patch
-def _ended(self:ControlConnection, line, why='it died without an error message (killed, out of memory, or the machine failed)'):
+def _ended(self:ControlConnection, line, why='it died without an error message (killed, out of memory, the machine failed, or gloo ended it, as it does where ranks exchange tensors of different shapes)'):
     self.sel.unregister(line.sock)
     line.sock.close()
     if self.lines.get(line.rank) is not line: return

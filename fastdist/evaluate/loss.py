@@ -10,7 +10,7 @@ So the loss is tried on a batch that is there, by each rank on its own, and all 
 
 # %% auto #0
 __all__ = ['stated', 'is_summed', 'has_normaliser', 'normaliser', 'often_ignores', 'size_now', 'loss_module', 'has_two_means',
-           'is_opaque', 'how_reduced', 'global_losses', 'Reduction']
+           'is_opaque', 'how_reduced', 'global_losses', 'unsettled', 'Reduction']
 
 # %% ../../nbs/306_evaluate.loss.ipynb #a5f49b44
 from types import SimpleNamespace,FunctionType
@@ -22,6 +22,7 @@ from functools import partial as Partial
 from inspect import signature
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
 from fastai.torch_core import apply,find_bs
 from ..job.pickling import *
@@ -147,12 +148,21 @@ def is_opaque(
     "Return whether only a trial can show the reduction of `loss_func`"
     return has_two_means(loss_func) or not (_mixed(loss_func) or _says(loss_func) and _can_say(loss_func))
 
+# %% ../../nbs/306_evaluate.loss.ipynb #7fbce4f3
+class _Exchanges(Exception): "The loss exchanges with other ranks"
+
+class _Alone(TorchDispatchMode):
+    "Raise `_Exchanges` at the first operation that exchanges with other ranks"
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace in ('c10d','_c10d_functional'): raise _Exchanges
+        return op(*args, **(kwargs or {}))
+
 # %% ../../nbs/306_evaluate.loss.ipynb #71e25a03
 def how_reduced(
     loss_func, # The loss
     pred, # Predictions, nested
     yb:tuple # Targets
-)->str: # 'sum', 'mean', 'other', or 'untold' if a trial could have side effects; `None` if the batch does not show it
+)->str: # 'sum', 'mean', 'other', or 'untold' if a trial could have side effects, or would need other ranks; `None` if the batch does not show it
     "Return the reduction of `loss_func` over a batch, from a trial on a copy"
     n = find_bs(yb)
     if n<2: return
@@ -160,10 +170,11 @@ def how_reduced(
     if copies is None: return 'untold'
     cut = lambda at: lambda o: o[at.to(o.device)] if isinstance(o, torch.Tensor) and o.ndim and len(o)==n else o
     try:
-        with unnoticed():
+        with unnoticed(),_Alone():
             for at in _thirds(n): # weights of samples may be alike in two parts by chance
                 a,b,ab = [copies()(apply(cut(i), pred), *apply(cut(i), yb)).double().item() for i in (*at,torch.arange(n))]
                 found.add(_told(a, b, ab, len(at[0])/n))
+    except _Exchanges: return 'untold'
     except Exception: return
     found -= {None}
     return 'other' if len(found)>1 else next(iter(found), None)
@@ -186,6 +197,13 @@ def global_losses(
     "Return the loss of each step as in one process, with one all-reduce"
     num,den = all_reduce(torch.stack(sums).float().cpu()).T
     return num/den
+
+# %% ../../nbs/306_evaluate.loss.ipynb #d980c537
+def unsettled(
+    what:str # In words
+):
+    "Print what ranks take for granted, and the command that compares them with one process"
+    print(f'fastdist: {what}; no trial settles that. fastdist-check --audit -- SCRIPT compares ranks with one process', flush=True)
 
 # %% ../../nbs/306_evaluate.loss.ipynb #6e56ef17
 class Reduction:
@@ -254,8 +272,7 @@ def _settle(self:Reduction, o, kind):
     self._kind = self._kind_of(o.f)
     if self.world.rank: return
     if kind=='other': warn('Your loss is {}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: {}'.format(*_why_other(o.f)))
-    if kind=='untold' and not stated(o.f): warn('Your loss does not say how it reduces, and asking it would show, so ranks take it for a mean over samples. '
-        "HINT: if it is a mean or a sum over samples, set its attribute reduction to 'mean' or 'sum'; one that compares samples with each other is neither, and N ranks differ")
+    if kind=='untold' and not stated(o.f): unsettled('your loss does not say how it reduces, and is taken for a mean over samples')
 
 def _why_other(f):
     "Return what the loss `f` is, which is not one mean nor a sum, and a hint"

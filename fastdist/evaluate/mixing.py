@@ -189,7 +189,8 @@ class _Trial:
     def __init__(self, learn, **kw): vars(self).update({k:v for k,v in vars(learn).items() if isinstance(v, (bool,int,float,str))} | kw)
 
 def _is_value(o):
-    "Return whether `o` holds nothing that can act, such as a file, a context or a model"
+    "Return whether `o` holds nothing that can act, such as a file or a context, and no model of more than 256 MB"
+    if isinstance(o, nn.Module): return sum(t.numel()*t.element_size() for t in o.parameters())<=2**28
     if isinstance(o, (dict,list,tuple,set,L)): return all(map(_is_value, o.values() if isinstance(o, dict) else o))
     return isinstance(o, (int,float,complex,str,bytes,type(None),torch.Tensor,np.ndarray,np.generic,torch.dtype,torch.device,FunctionType,BuiltinFunctionType))
 
@@ -234,17 +235,18 @@ def mixes_in(
     was:dict, # From `given`, before the event
     learn:Learner, # With `cb`
     most:int=6 # Samples to try
-)->bool: # `False` also where nothing can be told
+)->bool: # `None` where a trial cannot tell
     "Return whether what `cb` makes of a batch in `event` is no more than what it makes of parts of it, put together; of losses, their mean"
     try:
         total = find_bs(was.get('yb') or was['xb'])
-        if total<4 or not all(was[k].isfinite().all() for k in was if 'loss' in k): return False
+        if total<4 or not all(was[k].isfinite().all() for k in was if 'loss' in k): return
         n,c = min(total, most),min(total, most)//3
         own,f = {k:v for k,v in vars(cb).items() if k!='learn'},getattr(type(cb), event)
         copies = lone_copies(own)
-        if not (is_quiet(f) and all(map(_is_value, own.values()))): return False
-        return _is_split(lambda o: _after(cb, copies, event, learn, o), _parts(was, total, n, c), n, c) is False
-    except Exception: return False
+        if not (is_quiet(f) and all(map(_is_value, own.values()))): return
+        split = _is_split(lambda o: _after(cb, copies, event, learn, o), _parts(was, total, n, c), n, c)
+    except Exception: return
+    return None if split is None else not split
 
 def mixing_transform(
     tfms:Pipeline, # Of batches, or anything else

@@ -109,7 +109,7 @@ _pure = set('''abc builtins cmath collections copy copyreg dataclasses enum fast
     scipy sklearn statistics string torch torchmetrics torchvision typing PIL cv2 einops kornia monai pandas skimage torchaudio'''.split())
 _loud = {print, open, input, exec, eval, setattr, delattr, globals, __import__, breakpoint}
 _leaves = set('save savez savez_compressed savetxt save_image tofile to_csv to_parquet savefig imwrite imsave write write_text write_bytes dump mkdir unlink __enter__ __exit__'.split()) # a mark, whatever has it
-_constants = numbers.Number,str,bytes,type(None),type(...),torch.Tensor,np.ndarray,torch.dtype,torch.device,Enum,slice,range
+_constants = numbers.Number,str,bytes,type(None),type(...),type(NotImplemented),torch.Tensor,np.ndarray,torch.dtype,torch.device,Enum,slice,range
 
 def _is_pure(name): return name.partition('.')[0] in _pure
 
@@ -120,7 +120,7 @@ def _unpacked(o):
     return [getattr(o, '__func__', o)]
 
 def _quiet_class(c, seen):
-    own = [v for k,v in vars(c).items() if not k.startswith('__') or isinstance(v, FunctionType)]
+    own = [v for k,v in vars(c).items() if k!='__repr__' and (not k.startswith('__') or isinstance(v, FunctionType))]
     return all(is_quiet(f, seen) for v in own if not inspect.isdatadescriptor(v) or isinstance(v, property) for f in _unpacked(v))
 
 # %% ../../nbs/301_evaluate.sandbox.ipynb #16624e16

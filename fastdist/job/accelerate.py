@@ -20,6 +20,7 @@ from dataclasses import replace
 from accelerate import Accelerator as HFAccelerator
 from torch.nn.parallel import DistributedDataParallel
 from accelerate.state import AcceleratorState,GradientState,PartialState
+from accelerate.utils import DataLoaderConfiguration
 from accelerate.utils import AutocastKwargs,DDPCommunicationHookType,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
 from fastcore.all import *
 from ..base.errors import *
@@ -56,6 +57,8 @@ def open_accelerate(
 )->HFAccelerator: # With `w.size` processes
     "Return a new `Accelerator` of Accelerate for this process, which shares its state with one that the user made before"
     new = not has_state()
+    if options.pop('split_batches', None) is True: # Accelerate takes it, and goes by its DataLoaderConfiguration alone
+        options['dataloader_config'] = replace(options.get('dataloader_config') or DataLoaderConfiguration(), split_batches=True)
     with accelerate_env(w, cpu_fp16): acc = HFAccelerator(cpu=w.device.type=='cpu', **options)
     if acc.num_processes==w.size: return acc
     if new: forget_state()

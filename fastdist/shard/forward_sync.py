@@ -22,6 +22,7 @@ from ..comm.control import *
 from ..comm.collectives import *
 from ..evaluate.mixing import *
 from ..state.rewind import *
+from ..parallel.backward import *
 from .fsdp_private import *
 from .model import *
 
@@ -171,9 +172,12 @@ class ShardTrial:
     def run(self, xb, training, times=1):
         "Return `module_outputs` of the model in the last of `times` passes, and put the model back"
         self.passes.models.rest()
-        rewind = Rewind(*map(vars, self.model.modules()))
+        rewind,rows = Rewind(*map(vars, self.model.modules())),[local(r.sharded_param.detach()) for _,r in self.passes.models.records()]
+        was = [t.clone() for t in rows]
         try: return [self.attempt(partial(self._run, xb, training)) for _ in range(times)][-1]
-        finally: rewind.restore(random=False)
+        finally:
+            rewind.restore(random=False)
+            for t,v in zip(rows, was): t.copy_(v)
 
     def _run(self, xb, training):
         with self.passes.tried(): return module_outputs(self.model, xb, training)

@@ -39,7 +39,9 @@ _copy = 'The model is in shards, which cannot be copied. HINT: copy it before or
 _unused = ('A model in shards gives gradients to its parameters in a backward pass, and torch.autograd.grad with regard to them does not. HINT: backward(), or shard=False')
 _rows = 'The tensor is in shards, and this rank has some of its rows. HINT: t.full_tensor(), called on all ranks, is all of it; t.to_local() is the rows of this rank'
 
-_words = {'is not supported for tensor subclasses':_rows, 'unevenly sharded tensor':_rows, 'not have been used in the graph':_unused, 'does not support deepcopy':_copy} # torch's
+_aside = ('HINT: in a model in shards, ask it for its parameters where you use them (self.encoder.parameters()), not for a list made before; or shard=False')
+
+_words = {'single memory location':'The Parameter may be one of a model in shards, of before its context. '+_aside, 'is not supported for tensor subclasses':_rows, 'unevenly sharded tensor':_rows, 'not have been used in the graph':_unused, 'does not support deepcopy':_copy} # torch's
 
 def _of_shards(e):
     "Return whether a tensor in shards was at hand where `e` was raised"
@@ -73,16 +75,26 @@ class _WholeNumber:
         res = op(whole, *more, **kwargs)
         return DTensor.from_local(res, t.device_mesh, [Replicate()]*t.device_mesh.ndim, run_check=False) if isinstance(res, Tensor) else res
 
+_data = torch.Tensor.data
+
+def _set_data(t, v):
+    "Set `t.data`, where torch would leave the rows of a DTensor as they are"
+    _data.__set__(t, v)
+    with torch.no_grad(): local(t).copy_(local(v.redistribute(t.device_mesh, t.placements)))
+
 @contextmanager
 def whole_numbers(
     alone:callable=lambda: False # Returns whether rank 0 runs code that the others do not
 ):
-    "Let `item` and the like of a DTensor put its parts together inside this context"
+    "Let `item` and the like of a DTensor put its parts together inside this context, and `data` be set"
     handlers = DTensor._op_dispatcher._custom_op_handlers
     before = {o:handlers.get(o) for o in _numbers}
     handlers.update(dict.fromkeys(_numbers, _WholeNumber(alone)))
+    was,DTensor.data = vars(DTensor).get('data'),property(_data.__get__, _set_data)
     try: yield
     finally:
+        if was is None: del DTensor.data
+        else: DTensor.data = was
         for o,h in before.items(): handlers.pop(o) if h is None else handlers.update({o:h})
 
 
@@ -93,6 +105,11 @@ def _check_same(model, shards):
     at = [(r,r._module_info) for r in shards.held.values()]
     gone = [r._param_fqn for r,o in at if o.module not in mods or o.module._parameters.get(o.param_name) is not r.sharded_param]
     if gone: raise RuntimeError(f'Parameters must stay in a model that is in shards, and {", ".join(gone[:3])} was replaced. HINT: replace it before the context, or shard=False')
+
+def _check_aside(models):
+    "Raise `RuntimeError` if a Parameter of the user was given values while `models` are in shards"
+    lost = [r._param_fqn for p,r in models.records() if not is_aside(p)]
+    if lost: raise RuntimeError(f'{", ".join(lost[:3])} must be written to as learn.model has them in its context, got values for Parameters that your code has kept from before it. {_aside}')
 
 class Sharded(Layout):
     "Layout in which each rank holds a part of each parameter"
@@ -270,12 +287,16 @@ def check_step(self:Sharded):
 # %% ../../nbs/610_shard.layout.ipynb #1434ec5b
 @patch
 def comparable(self:Sharded, learn):
-    "Return what each rank holds whole"
+    "Return what each rank holds whole, and what it has written to parameters while they were"
     mine = {n for n,p in learn.model.named_parameters() if hasattr(p, '_local_tensor')}
     of = lambda k: k.removeprefix('optimizer state of ').rpartition(': ')[0] if k.startswith('optimizer state of ') else k
-    return {k:v for k,v in learner_state(learn).items() if of(k) not in mine}
+    written = {f'{n} in forward passes':w.sum for n,w in self.models.written().items()}
+    return {k:v for k,v in learner_state(learn).items() if of(k) not in mine} | written
 
 @patch
 def compare(self:Sharded, learn, when, beside=None):
     "Raise `DesyncError` on all ranks unless what each of them holds whole is the same to the bit"
-    return compare_replicas(self.comparable(learn), when, beside=beside, more=' desync_check=False lets them differ.')
+    _check_aside(self.models)
+    state,writes = self.comparable(learn),self.models.written().values()
+    for w in writes: w.reset()
+    return compare_replicas(state, when, beside=beside, more=' desync_check=False lets them differ.')

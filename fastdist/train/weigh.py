@@ -200,6 +200,9 @@ def around(self:Weigh,
     else: cb(event)
 
 # %% ../../nbs/706_train.weigh.ipynb #2827ec1a
+_replaced = ('The loss must depend on parameters on each rank, got one that a callback has put in its place, so this rank would exchange no gradients. '
+    'HINT: skip a batch in before_step by CancelStepException, where learn.loss is that of all ranks')
+
 @patch
 def over_loss(self:Weigh,
     run:callable, # The backward pass, called as `run(t, g)`
@@ -208,6 +211,7 @@ def over_loss(self:Weigh,
 ):
     "Run the backward pass over the loss `t` of the batch, weighed"
     passes = self.passes
+    if t.grad_fn is None and self.phases.world.size>1: raise RuntimeError(_replaced)
     passes.ask()
     passes.due = False
     with plain(): # fastai's tensor types cost more here than the arithmetic

@@ -96,7 +96,7 @@ def _size_of(b):
     except (IndexError,TypeError): return
 
 # %% ../../nbs/705_train.weights.ipynb #930d116f
-_linear = {'torch::autograd::CopySlices', *[o+'Backward0' for o in 'Add Sub Mul Div Neg Clone Alias AsStrided ToCopy Mean Sum View Squeeze Expand'.split()]}
+_linear = {'torch::autograd::CopySlices', *[o+'Backward0' for o in 'Add Sub Lerp Mul Div Neg Clone Alias AsStrided ToCopy Mean Sum View Squeeze Expand'.split()]}
 
 def _viewed(fn):
     "Return the node that made what `fn` is a view of, which a change in place changes"
@@ -168,6 +168,9 @@ class Terms:
         if new.grad_fn is was: learn.loss_grad = old if summed else new
         elif self.judge(cb, new.grad_fn, before, found) and summed: learn.loss_grad = reweigh(new, old, float(self.weights.samples)/self.phases.size)
 
+# %% ../../nbs/705_train.weights.ipynb #7a661d0c
+def _is_lerp(new): return any(o.name()=='LerpBackward0' for o in _nodes(new, follow=lambda o: o.name() in _linear))
+
 # %% ../../nbs/705_train.weights.ipynb #c26f104c
 @patch
 def judge(self:Terms,
@@ -183,7 +186,9 @@ def judge(self:Terms,
     unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(self.weights.reduction.loss_func, learn.yb[0]))
     self.judged[id(cb)] = cb,kind!='remade'
     if self.phases.world.rank or type(cb) in self.named: return kind!='remade'
-    if kind=='remade' or unlike or late or not summed and mixes_in(cb, 'after_loss', found, learn): self._name(cb)
+    mixed = False if kind=='remade' or summed else mixes_in(cb, 'after_loss', found, learn)
+    if kind=='remade' or unlike or late or mixed: self._name(cb)
+    elif mixed is None and _is_lerp(new): unsettled(f'{type(cb).__name__} blends the loss with another, which is taken for a mean over samples')
     return kind!='remade'
 
 @patch
