@@ -170,8 +170,9 @@ class Indexed(FastaiSource):
         "Return this rank's part of the order; one process alone reads a ragged rest too before it leaves it out, as the loader itself does"
         idxs = p.order(partial(self.as_one, partial(global_order, shuffle=p.shuffle)), self.maker)
         p.deal,done = self.deal.of(idxs),p.skip*self.deal.each
-        if p.seeds: self.places,p.lens = p.deal.positions(self.deal.ranks.rank)[done:],_lengths(self.maker, idxs)
-        self.lens,self.dealt = p.lens,p.deal
+        if p.seeds: self.places = p.deal.positions(self.deal.ranks.rank)[done:]
+        self.lens,self.dealt = _lengths(self.maker, idxs),p.deal
+        p.lens = self.lens
         self.order = None if self.alone or makes_plainly(self.maker) else idxs
         return (idxs if self.alone else p.deal.own(idxs))[done:]
 
@@ -214,7 +215,7 @@ def chunks(self:Indexed,
         b = rows(o.dataset, idxs) if plainly else None
         if b is None:
             items = self._all_items(idxs, plainly)
-            with self._of_all(idxs) if self.seeds and not plainly else nullcontext():
+            with nullcontext() if plainly else self._of_all(k):
                 b = collate_items(o, items, plainly) if plainly else self._with_its_rows(k, idxs, items)
         yield b
 
@@ -265,14 +266,14 @@ def _rows_of_all(self:Indexed, k):
 # %% ../../nbs/205_data.source.ipynb #2b91e4b4
 @patch
 @contextmanager
-def _of_all(self:Indexed, idxs):
-    "Return a context manager in which a batch is made as a part of that of all ranks: what is drawn for it, and to which length its texts are padded"
-    with drawing_rows(ifnone(self.dealt, self.deal).rows(idxs.number)),self._padding(idxs) if self.lens else nullcontext(): yield
+def _of_all(self:Indexed, k):
+    "Make this rank's part of batch `k` as in the global batch: what is drawn for it, and to which length texts are padded"
+    with drawing_rows(ifnone(self.dealt, self.deal).rows(k)) if self.seeds else nullcontext(),self._padding(k): yield
 
 @patch
-def _padding(self:Indexed, idxs):
-    if self.deal.ranks.size==1 or is_empty(o := self.maker, 'before_batch'): return nullcontext()
-    return lent(o, before_batch=partial(padded_to, o.before_batch, max(lens_in(self.deal, self.lens, idxs.number))))
+def _padding(self:Indexed, k):
+    if not self.lens or self.deal.ranks.size==1 or is_empty(o := self.maker, 'before_batch'): return nullcontext()
+    return lent(o, before_batch=partial(padded_to, o.before_batch, max(lens_in(self.deal, self.lens, k))))
 
 # %% ../../nbs/205_data.source.ipynb #60bda3c7
 @patch
@@ -451,7 +452,7 @@ def grows_with(
         n = ts[i].shape[dim]
         return twice[i].shape[dim]==2*n and (not parts or sum(o[i].shape[dim] for o in parts)==n)
     grown = [i for i,t in enumerate(ts) if any(adds_up(i, d) for d in range(min(t.ndim, 2)))]
-    return bool(grown),any(_equal(twice[i][:len(ts[i])], ts[i]) for i in grown)
+    return bool(grown),any(_equal(twice[i][:len(ts[i])], ts[i]) for i in grown) if grown else None
 
 # %% ../../nbs/205_data.source.ipynb #597cd2ec
 def counted(

@@ -17,6 +17,7 @@ import torch
 from contextlib import contextmanager,nullcontext
 from fastcore.all import *
 from fastai.basics import *
+from fastai.text.data import TensorText
 from fastai.text.models.core import SentenceEncoder
 from ..base.errors import *
 from ..comm.draws import *
@@ -29,7 +30,8 @@ def real_tokens(
     pad_idx:int # Token that stands for nothing
 )->Tensor: # Of booleans, `(len(lens), tokens)`
     "Return where in the padded batch of all ranks there are tokens"
-    return torch.stack([o[0] for o in pad([(x.new_full((n,), pad_idx+1),0) for n in lens])])!=pad_idx
+    texts = pad([(TensorText(x.new_full((n,), pad_idx+1)),0) for n in lens]) # fastai's Pad_Chunk counts this type alone
+    return torch.stack([o[0].as_subclass(Tensor) for o in texts])!=pad_idx
 
 def rows_in_chunk(
     at:tuple, # First row of this rank in a batch, number of its rows, rows of all ranks

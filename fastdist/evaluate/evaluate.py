@@ -171,9 +171,12 @@ def gather_predictions(
     "Replace the rows that `cb` has collected on this rank by those of all ranks"
     vars(cb).pop('iter', None)
     order,back = ph.dl.deal.gathered_order(),as_drawn(ph.dl)
+    found = gather_objs([all(n==o[k] for n,o in zip(ph.sizes, ph.rows)) for k in ('first','preds')]) if cb.concat_dim else [(False,True)]
+    in_time = all(o[0] for o in found) and not all(o[1] for o in found) # samples lie in dimension 0, and batches follow in time
+    if in_time: order = back = None
     for k,on in dict(inputs=cb.with_input, preds=cb.with_preds, targets=cb.with_targs, losses=cb.with_loss).items():
         if not on: continue
-        dim = 0 if k=='losses' else cb.concat_dim
+        dim = 0 if k=='losses' or in_time else cb.concat_dim
         res = gather_in_order(getattr(cb, k) if ph.sizes else None, order, dst, dim, [o[k] for o in ph.rows])
         setattr(cb, k, res if back is None or res is None or _n_rows(res, dim)!=len(back) else take_rows(res, torch.from_numpy(back), dim))
 
@@ -183,7 +186,7 @@ def rows_now(
 )->dict: # As `GatherPredsCallback` names them
     "Return the numbers of rows that a callback collects of a batch"
     res = {k:_rows_in(o, dim) for k,o in dict(inputs=learn.xb, preds=learn.pred, targets=learn.yb).items()}
-    return res | dict(losses=_rows_in(learn.yb, 0))
+    return res | dict(losses=_rows_in(learn.yb, 0), first=_rows_in(learn.pred, 0))
 
 def _rows_in(o, dim):
     while isinstance(o, (list,tuple,dict)) and len(o): o = first(o.values() if isinstance(o, dict) else o)

@@ -330,6 +330,7 @@ def prepare(self:RankAccelerator,
     with accelerate_env(self.world, cpu_fp16=True): res = live.prepare(*shares, **kwargs)
     for was,new in zip(objs, [res] if len(objs)==1 else res):
         if isinstance(new, DistributedDataParallel): _hold_group(new)
+        if isinstance(new, DistributedDL): continue
         if new is not was and isinstance(was, TorchLoader) and was.batch_size: new.batch_size = was.batch_size//(self.world.size if live.split_batches else 1)
     return res
 
