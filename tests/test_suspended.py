@@ -1,7 +1,6 @@
 "Ranks that are suspended for longer than `patience`, as by SIGSTOP, Ctrl-Z, SLURM or a paused machine, and continued"
 import os,signal,time,pytest
 from multiprocessing import get_context
-from pathlib import Path
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.collectives import gather_objs

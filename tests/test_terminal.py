@@ -1,5 +1,5 @@
 "A terminal that nobody reads for a while, a job that is suspended as a whole, and Ctrl-C meanwhile"
-import os,signal,subprocess,sys,time,pytest
+import os,signal,sys,time,pytest
 from pathlib import Path
 from contextlib import suppress
 import procs

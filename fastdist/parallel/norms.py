@@ -112,8 +112,10 @@ def _normalised(m, x, w, b, eps):
     "Return `x` normalised over all ranks, their mean and unbiased variance; `None` where one value has no variance"
     if x.is_cuda and m.alone and x.numel()==x.shape[1]: return # a question about `n` would wait for the device
     x_ = x if x.is_cuda or x.dtype==torch.float64 else x.float()
-    y,mean,var,n = _GroupNormalise.apply(x_, w, b, eps, m.padding)
-    if x.is_cuda or n!=1: return y.to(x.dtype),mean,var*n/(n-1).clamp(min=1)
+    plain = type(x) is torch.Tensor # autograd forbids to change the output of a `Function` in place where it is a subclass
+    y,mean,var,n = _GroupNormalise.apply(x_ if plain else x_.as_subclass(torch.Tensor), w, b, eps, m.padding)
+    y = y.to(x.dtype)
+    if x.is_cuda or n!=1: return y if plain else y.as_subclass(type(x)),mean,var*n/(n-1).clamp(min=1)
 
 def _refuse(x): raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}') # as in one process
 
