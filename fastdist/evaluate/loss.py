@@ -22,9 +22,9 @@ from functools import partial as Partial
 from inspect import signature
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
 from fastai.torch_core import apply,find_bs
+from ..base.errors import *
 from ..job.pickling import *
 from ..job.world import *
 from ..comm.collectives import *
@@ -151,7 +151,7 @@ def is_opaque(
 # %% ../../nbs/306_evaluate.loss.ipynb #7fbce4f3
 class _Exchanges(Exception): "The loss exchanges with other ranks"
 
-class _Alone(TorchDispatchMode):
+class _Alone(private('torch.utils._python_dispatch:TorchDispatchMode')):
     "Raise `_Exchanges` at the first operation that exchanges with other ranks"
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace in ('c10d','_c10d_functional'): raise _Exchanges
