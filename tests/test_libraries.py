@@ -47,6 +47,7 @@ def collab(bs, drop, **kw):
 words = 'good bad fine poor great dull'.split()
 def texts(): return pd.DataFrame(dict(text=['the movie was '+' '.join([words[i*j%6] for j in range(i%9+1)]) for i in range(n)], label=[str(i%3) for i in range(n)]))
 def small(config): return config | dict(emb_sz=8, n_hid=10)
+rate = 1e-4 # at 1e-2 the loss of some is 10,000 after one step; its rounding in single precision grows by as much, and a third has one
 keep = 1e-12 # with 0, fastai's WeightDropout cannot reset its weights
 
 def text_loaders(bs, *blocks, **kw):
@@ -114,7 +115,7 @@ def trained(line, size=1, ctx=None, drop=None):
         learn.add_cb(Double())
         learn.recorder.add_time = False
         with nullcontext() if ctx is None else learn.distrib_ctx(**ctx), learn.no_bar(), learn.no_logging():
-            learn.fit(2, 1e-2)
+            learn.fit(2, rate)
             values = [[*o] for o in learn.recorder.values]
             preds,targs = learn.get_preds(reorder=line!='language_model') # as fastai, which cannot reorder several batches of one
     torch.set_default_dtype(was)

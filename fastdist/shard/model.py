@@ -150,8 +150,10 @@ def put_on(self:Shards,
         self.news.append(new := self._new(m))
         fill(new)
         self._contiguous(new)
-        m.register_forward_hook(own_memory)
+        memory = OwnMemory()
+        m.register_forward_hook(memory.copied)
         self._shard(m)
+        m.register_forward_hook(memory.typed)
         if group: exchange_in(m, group)
     fully_shard.state(self.model)._lazy_init() # or a unit that is called before the model takes itself for the outermost
     self.undo = self.over()
