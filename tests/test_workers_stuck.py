@@ -1,5 +1,7 @@
 "A data worker that lives and gives nothing ends the fit and is named; a slow data set does not"
 import os,re,signal,sys,threading,time,pytest
+from importlib import import_module
+from importlib.util import spec_from_loader
 from torch.utils.data._utils.worker import ManagerWatchdog
 from fastai.basics import *
 from fastdist import *
@@ -24,6 +26,23 @@ def locked(rank):
     lock.acquire()
     ManagerWatchdog.is_alive = staticmethod(lock.acquire)
 
+def importing(rank):
+    "Let the data workers of this process wait for a module that a thread of it imported when they were forked"
+    begun,finder = threading.Event(),Unfinished()
+    finder.begun = begun
+    sys.meta_path.insert(0, finder)
+    threading.Thread(target=import_module, args=('unfinished',), daemon=True).start()
+    begun.wait()
+    ManagerWatchdog.is_alive = staticmethod(partial(import_module, 'unfinished'))
+
+class Unfinished:
+    "Finds the module `unfinished`, whose import does not end"
+    def find_spec(self, name, path, target=None): return spec_from_loader(name, self) if name=='unfinished' else None
+    def create_module(self, spec): "Return nothing, so that Python makes the module"
+    def exec_module(self, module):
+        self.begun.set()
+        threading.Event().wait()
+
 def loaders(kind, valid):
     dss,kw = (Data(nothing),Data(valid)),dict(num_workers=1)
     if kind=='torch': return DataLoaders(*[torch.utils.data.DataLoader(o, batch_size=4, **kw) for o in dss])
@@ -32,7 +51,7 @@ def loaders(kind, valid):
 def fitted(rank, kind, how):
     "Fit on `rank`, where the workers of validation of rank 0 are stuck; return the error and what a fit after it gives"
     dls = loaders(kind, dict(stopped=stopped, slow=slow).get(how, nothing))
-    if how=='locked' and rank==0: locked(rank)
+    if rank==0: dict(locked=locked, importing=importing).get(how, noop)(rank)
     learn,err = Learner(dls, nn.Linear(1,1), loss_func=MSELossFlat(), opt_func=SGD, metrics=mae),''
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(patience=8):
         try: learn.fit(1, .1)
@@ -44,12 +63,12 @@ def fitted(rank, kind, how):
     return err,len(learn.recorder.values)
 
 @pytest.mark.parametrize('kind', ['fastai','torch'])
-@pytest.mark.parametrize('how', ['stopped','locked'])
+@pytest.mark.parametrize('how', ['stopped','locked','importing'])
 def test_a_worker_that_gives_nothing_is_named(kind, how):
     res = on_ranks(lambda rank: fitted(rank, kind, how), join=False)
     for err,n in res:
         assert re.search(r'Process \d+ is ' + ('stopped' if how=='stopped' else 'at\n  File'), err) and 'begin again from the last Checkpoint' in err, err
-        if how=='locked': assert '_worker_loop' in err
+        if how!='stopped': assert '_worker_loop' in err
         test_eq(n, kind=='fastai')
 
 @pytest.mark.parametrize('kind', ['fastai','torch'])

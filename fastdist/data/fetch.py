@@ -191,7 +191,7 @@ def _is_idle_in(line):
     "Return whether a line of a worker's stack is code that brings a worker its work, and not the data set's"
     file = line.partition('"')[2].partition('"')[0]
     if file.endswith(_fetch): return False
-    return file.startswith(_torch+_ours) or file.startswith(_stdlib) and 'site-packages' not in file
+    return file.startswith(('<frozen ',*_torch,*_ours)) or file.startswith(_stdlib) and 'site-packages' not in file
 
 _package = Path(control_connection.__code__.co_filename).parent.parent
 _torch,_ours,_stdlib = (f'{Path(torch.__file__).parent}/',),tuple(f'{_package/o}/' for o in ('base','job')),f'{sysconfig.get_path("stdlib")}/'
