@@ -4807,6 +4807,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/train/weigh.py'),
                                       'fastdist.train.weigh.WindowLosses.reset': ( 'train.weigh.html#windowlosses.reset',
                                                                                    'fastdist/train/weigh.py'),
+                                      'fastdist.train.weigh._is_leaf': ('train.weigh.html#_is_leaf', 'fastdist/train/weigh.py'),
                                       'fastdist.train.weigh._is_one': ('train.weigh.html#_is_one', 'fastdist/train/weigh.py'),
                                       'fastdist.train.weigh._name_mixing': ('train.weigh.html#_name_mixing', 'fastdist/train/weigh.py'),
                                       'fastdist.train.weigh._name_readers': ('train.weigh.html#_name_readers', 'fastdist/train/weigh.py'),

@@ -1,5 +1,4 @@
 # compared: steps
-# shows: Your loss is neither a sum nor a mean over samples
 # A Wasserstein GAN, the way of fastai's tutorial; each rank draws noise of its own
 from accelerate.utils import DistributedDataParallelKwargs
 from fastai.vision.all import *
