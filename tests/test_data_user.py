@@ -1,5 +1,5 @@
 "What people do to their data during a fit, on ranks as in one process with as many samples in a batch"
-import os,pickle,random,pytest
+import os,pickle,random,warnings,pytest
 from tempfile import TemporaryDirectory
 from contextlib import nullcontext
 from torch import distributed as dist
@@ -329,14 +329,14 @@ class Texts:
     def __len__(self): return len(self.files)
     def __getitem__(self, i): return tensor([float(self.files[i].read_text())])*torch.ones(3),tensor([1.])
 
-def in_folder(rank, names=lambda rank, i: f'{i:02}.txt', text=lambda rank, i: f'{i/10}'):
+def in_folder(rank, names=lambda rank, i: f'{i:02}.txt', text=lambda rank, i: f'{i/10}', workers=0):
     "Train on files that lie in a temporary folder of this rank alone"
     with TemporaryDirectory(prefix=f'node{rank}') as d:
         for i in range(30):
             file = Path(d)/names(rank, i)
             file.parent.mkdir(exist_ok=True)
             file.write_text(text(rank, i))
-        learn = learner(4, own(partial(Texts, d), shuffle=True, num_workers=0))
+        learn = learner(4, own(partial(Texts, d), shuffle=True, num_workers=workers))
         with learn.distrib_ctx(), learn.no_logging(), learn.no_bar(): learn.fit(2)
         return [o.tolist() for o in learn.model.parameters()]
 
@@ -351,3 +351,13 @@ def test_other_files_in_a_folder_of_the_node_are_named(kw):
         try: in_folder(rank, **kw)
         except ValueError as e: return 'training items' in str(e)
     test_eq(on_ranks(f, 2, join=False, timeout=100), [True]*2)
+
+@pytest.mark.parametrize('workers', [0,2])
+def test_other_values_in_files_of_the_same_names_and_sizes_are_named(workers):
+    "Nothing is read for the comparison of names and sizes; values are compared at the end of the first epoch"
+    def f(rank):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            in_folder(rank, text=lambda rank, i: f'{rank}.{i:03}', workers=workers)
+            return sum('Ranks differ in input 0 of training sample' in str(o.message) for o in said)
+    test_eq(on_ranks(f, 3, join=False, timeout=100), [1,0,0])

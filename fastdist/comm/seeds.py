@@ -13,8 +13,9 @@ on whatever rank, in whatever worker, after whatever else. The hash is BLAKE2, s
 __all__ = ['check_seed', 'key_of', 'set_random', 'own_generators', 'Seeds', 'Placed', 'Seeded', 'seed_of']
 
 # %% ../../nbs/112_comm.seeds.ipynb #10c7b361
-import functools,random,sys,torch,numpy as np
+import functools,plum,random,sys,torch,numpy as np
 from collections import deque
+from functools import lru_cache
 from hashlib import blake2b
 from threading import Thread
 from types import CellType,FunctionType,MethodType,ModuleType
@@ -76,14 +77,20 @@ def _inner(o):
     return [*held,*getattr(o, '__dict__', {}).values(),*_slots(o)]
 
 # %% ../../nbs/112_comm.seeds.ipynb #c3d0aa04
-def _globals(o):
-    "Yield the global names that code of `o` sees: of the module of its class, of its methods, or of a function"
-    mro = () if isinstance(o, FunctionType) else type(o).__mro__
-    methods = [v for c in mro for v in vars(c).values()]
-    fs = [o,*methods,*(m.implementation for v in methods for m in getattr(v, 'methods', ()) if hasattr(m, 'implementation'))] # those of a Transform's `encodes` too
-    yield from (vars(sys.modules[c.__module__]) for c in mro if c.__module__ in sys.modules)
-    yield from (f.__globals__ for f in fs if isinstance(f, FunctionType))
+@lru_cache(maxsize=512)
+def _globals(cls):
+    "Return the global names that code of the class `cls` sees: those of its module and of its methods, also of a Transform's `encodes`"
+    methods = [v for c in cls.__mro__ for v in vars(c).values()]
+    fs = [*methods,*(m.implementation for v in methods if isinstance(v, plum.Function) for m in v.methods)]
+    found = [vars(sys.modules[c.__module__]) for c in cls.__mro__ if c.__module__ in sys.modules] + [f.__globals__ for f in fs if isinstance(f, FunctionType)]
+    return list({id(o):o for o in found}.values())
 
+def _generators(names):
+    "Return name and value of each generator in the dictionary `names`; most modules have none"
+    kinds = tuple(k for k in {*map(type, names.copy().values())} if issubclass(k, (*_seeders,)) and k is not random.SystemRandom)
+    return [(k,v) for k,v in names.copy().items() if isinstance(v, kinds)] if kinds else []
+
+# %% ../../nbs/112_comm.seeds.ipynb #c3d0aa06
 def _seed(kind, name, o, key): _seeders[kind](o, key_of(key, name))
 
 def own_generators(
@@ -100,9 +107,9 @@ def own_generators(
         seen[id(o)] = o # kept, so that no other object gets its number
         if _kind(o): found.append(o)
         elif goes: todo += [(v,deep) for v in reversed(_inner(o)) if id(v) not in seen]
-        for names in _globals(o) if deep and not _kind(o) else ():
+        for names in [] if not deep or _kind(o) else [o.__globals__] if isinstance(o, FunctionType) else _globals(type(o)):
             if id(names) in seen: continue
-            seen[id(names)],new = names,{id(v):(k,v) for k,v in names.copy().items() if _kind(v) and id(v) not in named}
+            seen[id(names)],new = names,{id(v):(k,v) for k,v in _generators(names) if id(v) not in named}
             named |= {i:k for i,(k,_) in new.items()}
             todo = [*((v,False) for _,v in new.values()),*todo]
     held = [o for o in found if id(o) not in named]

@@ -17,7 +17,7 @@ from types import SimpleNamespace,FunctionType
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
-import torch,numpy as np
+import sys,torch,numpy as np
 from functools import partial as Partial
 from inspect import signature
 from torch import nn
@@ -203,7 +203,7 @@ def unsettled(
     what:str # In words
 ):
     "Print what ranks take for granted, and the command that compares them with one process"
-    print(f'fastdist: {what}; no trial settles that. fastdist-check --audit -- SCRIPT compares ranks with one process', flush=True)
+    sys.stderr.write(f'fastdist: {what}; no trial settles that. fastdist-check --audit -- SCRIPT compares ranks with one process\n') # the standard output of a replay is hidden
 
 # %% ../../nbs/306_evaluate.loss.ipynb #6e56ef17
 class Reduction:

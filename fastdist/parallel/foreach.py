@@ -41,7 +41,7 @@ class _Part:
         xs = params if row is None else [row(p) for p in params]
         self.p,self.g,self._of = [x.data for x in xs],[x.grad for x in xs],(params,state)
         if row is not None:
-            for s in self.s: s.update({k:local(v) for k,v in s.items() if isinstance(v, Tensor)})
+            for s in self.s: s.update({k:local(v) for k,v in s.items() if type(v) is not Tensor and isinstance(v, Tensor)}) # those of a state that was loaded
 
     @cached_property
     def s(self): return [self._of[1][p] for p in self._of[0]]

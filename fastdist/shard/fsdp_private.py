@@ -85,7 +85,8 @@ class OwnMemory:
 
     def copied(self, m, _, out):
         self.types = []
-        return _each_tensor(self._copy, out) if torch.is_grad_enabled() else out
+        if not torch.is_grad_enabled() or isinstance(out, Tensor) and out._base is None: return out
+        return _each_tensor(self._copy, out)
 
     def _copy(self, t):
         view = t._base is not None and t.requires_grad
@@ -104,30 +105,37 @@ class Written:
     def __init__(self,
         o # FSDP's record of the parameter
     ):
-        self.o,self.sum,self.looks,self.at = o,0,True,None
+        rows = rows_of(torch.arange(len(o.sharded_param)), o.sharded_param.device_mesh).tolist()
+        self.o,self.sum,self.looks,self.at,self.rows = o,0,True,None,slice(rows[0], rows[-1]+1) if rows else slice(0, 0)
         o.to_unsharded,o.to_sharded,o.to_sharded_post_forward = [partial(f, g) for f,g in
             ((self._gathered,o.to_unsharded), (self._freed,o.to_sharded), (self._freed,o.to_sharded_post_forward))]
-
-    def _rows(self): return rows_of(self.o._unsharded_param.detach(), self.o.sharded_param.device_mesh)
 
     def _gathered(self, run):
         run()
         p = self.o._unsharded_param
-        self.at,self.version,self.was = p.data,p._version,self._rows().clone()
+        self.at,self.version,self.was = p.data,p._version,p.detach()[self.rows].clone()
 
-    @torch.no_grad()
     def _freed(self, run):
-        if self.at is not None: self._keep(self.o._unsharded_param)
+        if self.at is not None:
+            p = self.o._unsharded_param
+            if p.data_ptr()!=self.at.data_ptr(): self._move_back(p)
+            if self.looks or p._version!=self.version: self._record(p)
+            rows = p.detach()[self.rows]
+            if not rows.is_cpu or not torch.equal(rows, self.was): self._keep(rows) # a GPU would have to wait for the answer
         self.at = self.was = None
         run()
 
-    def _keep(self, p):
-        if moved := p.data_ptr()!=self.at.data_ptr():
-            self.at.copy_(p)
-            p.data = self.at
-        if moved or self.looks or p._version!=self.version: self.sum = self.sum+fingerprint(p)
-        self.looks,rows,mine = False,self._rows(),local(self.o.sharded_param.detach())
-        if mine.is_cpu and torch.equal(rows, self.was): return # a GPU would have to wait for the answer
+    @torch.no_grad()
+    def _move_back(self, p):
+        "Copy what `p.data = ...` has put in the place of the gathered values to where FSDP has them"
+        self.at.copy_(p)
+        p.data,self.looks = self.at,True
+
+    def _record(self, p): self.looks,self.sum = False,self.sum+fingerprint(p.detach())
+
+    def _keep(self, rows):
+        "Put the `rows` that were written into the shard, and leave those that were not in its precision"
+        mine = local(self.o.sharded_param.detach())
         mine.copy_(torch.where(rows==self.was, mine.to(rows.device), rows.to(mine.dtype)))
 
     def reset(self):

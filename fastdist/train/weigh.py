@@ -203,12 +203,6 @@ def around(self:Weigh,
 _replaced = ('The loss must depend on parameters on each rank, got one that a callback has put in its place, so this rank would exchange no gradients. '
     'HINT: skip a batch in before_step by CancelStepException, where learn.loss is that of all ranks')
 
-def _is_leaf(t):
-    "Return whether `t` was computed from nothing; a tensor of fastai's types is an alias of a plain one"
-    fn = t.grad_fn
-    while fn is not None and fn.name()=='AliasBackward0': fn = fn.next_functions[0][0]
-    return fn is None or 'AccumulateGrad' in fn.name()
-
 @patch
 def over_loss(self:Weigh,
     run:callable, # The backward pass, called as `run(t, g)`
@@ -217,7 +211,9 @@ def over_loss(self:Weigh,
 ):
     "Run the backward pass over the loss `t` of the batch, weighed"
     passes = self.passes
-    if self.phases.world.size>1 and _is_leaf(t): raise RuntimeError(_replaced)
+    fn = t.grad_fn
+    if fn is not None and fn.name()=='AliasBackward0': fn = fn.next_functions[0][0] # a tensor of fastai's types is an alias of a plain one
+    if self.phases.world.size>1 and (fn is None or fn.name().endswith('AccumulateGrad')): raise RuntimeError(_replaced)
     passes.ask()
     passes.due = False
     with plain(): # fastai's tensor types cost more here than the arithmetic

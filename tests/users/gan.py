@@ -1,4 +1,5 @@
 # compared: steps
+# shows: your loss does not say how it reduces
 # A Wasserstein GAN, the way of fastai's tutorial; each rank draws noise of its own
 from accelerate.utils import DistributedDataParallelKwargs
 from fastai.vision.all import *
