@@ -550,7 +550,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.comm.rank0._StoreNotes.get': ('comm.rank0.html#_storenotes.get', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0._StoreNotes.put': ('comm.rank0.html#_storenotes.put', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0._and_tell': ('comm.rank0.html#_and_tell', 'fastdist/comm/rank0.py'),
-                                     'fastdist.comm.rank0._note_key': ('comm.rank0.html#_note_key', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0._noted': ('comm.rank0.html#_noted', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0._renamed': ('comm.rank0.html#_renamed', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0._wait_for': ('comm.rank0.html#_wait_for', 'fastdist/comm/rank0.py'),

@@ -57,8 +57,10 @@ def _has_ranks(learn):
 # %% ../nbs/901_saving.ipynb #6a0ba4cc
 def _modified(file):
     "Return when `file` was last written, in nanoseconds as text; empty if it is not there. It is opened, since a network disk says what is new only then"
-    if not os.path.isfile(file): return '' # a pipe would wait for a writer
-    with open(file, 'rb') as f: return str(os.fstat(f.fileno()).st_mtime_ns)
+    with suppress(OSError):
+        if os.path.isfile(file): # a pipe would wait for a writer
+            with open(file, 'rb') as f: return str(os.fstat(f.fileno()).st_mtime_ns)
+    return ''
 
 def _write_on_rank0(learn, file, put, where):
     "Write on rank 0 to the file that `where` finds for `file`, and return its name; in a context the others wait, and return rank 0's name"
@@ -69,19 +71,22 @@ def _write_on_rank0(learn, file, put, where):
         if named: return _modified(where(file))
     if layout := _layout(learn):
         with layout.files.whole(learn): written,name = rank0_named(write, str(file) if named else type(file).__name__)
-        if named and written and _modified(where(name))!=written: _write_here(layout, put, where(name), written)
-    elif named and _has_ranks(learn): rank0_noted(write, where(file).name)
+        if named and written: _write_here(layout, put, partial(where, name), written)
+    elif named and _has_ranks(learn): rank0_noted(write, where(file).name, os.path.abspath(where(file)))
     elif not rank_distrib(): write()
     return name if named else file
 
 # %% ../nbs/901_saving.ipynb #a1c09d10
-def _write_here(layout, put, file, written):
-    "Write `file` on this rank, which has another disk than rank 0, with rank 0's time `written`; warn where this rank cannot"
+def _write_here(layout, put, where, written):
+    "Write a file to where this rank has it, with rank 0's time `written`, unless it sees rank 0's there, or one that was written since; warn where it cannot"
+    file = 'the file'
     try:
+        file = where()
+        if int(_modified(file) or 0)>=int(written): return
         if layout.gathers: raise OSError('it has a part of the model')
         with lent(fastai.learner, rank_distrib=lambda: 0): write_whole(put, file)
         os.utime(file, ns=(int(written),)*2)
-    except OSError as e:
+    except Exception as e: # rank 0 has the file, and training goes on
         warn(f'rank {this_world().rank} on {this_world().node_name} does not see {file}, which rank 0 wrote, and cannot write its own ({e}), so it cannot load it. '
             'HINT: a path on a disk that all nodes share')
 
@@ -130,7 +135,7 @@ def _await_written(file):
     if not isinstance(file, (str,Path)): return
     file = Path(file)
     there = await_rank0(f'reading {file.name}', _modified(file))
-    try: written = await_noted(file.name)
+    try: written = await_noted(os.path.abspath(file))
     except DistError: # rank 0, which served the store, has ended
         if file.exists() and os.path.getmtime(file)>=_began: return
         raise RankError(0, f'it ended before it wrote {file}. HINT: call `save` and `export` on all ranks, or read the file on rank 0 alone') from None
@@ -200,4 +205,4 @@ def export(self:Learner,
         with _to_export(self), catch_warnings():
             simplefilter('ignore')
             torch.save(self, f, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-    _write_on_rank0(self, fname, put, lambda fname: self.path/fname)
+    _write_on_rank0(self, fname, put, lambda fname: self.path/fname if isinstance(fname, (str,Path)) else fname)

@@ -1,5 +1,5 @@
 "What people do to their data during a fit, on ranks as in one process with as many samples in a batch"
-import os,pickle,random,warnings,pytest
+import os,pickle,random,subprocess,sys,warnings,pytest
 from tempfile import TemporaryDirectory
 from contextlib import nullcontext
 from torch import distributed as dist
@@ -361,3 +361,16 @@ def test_other_values_in_files_of_the_same_names_and_sizes_are_named(workers):
             in_folder(rank, text=lambda rank, i: f'{rank}.{i:03}', workers=workers)
             return sum('Ranks differ in input 0 of training sample' in str(o.message) for o in said)
     test_eq(on_ranks(f, 3, join=False, timeout=100), [1,0,0])
+
+before_import = '''
+from fastai.basics import *
+from copy import copy
+dl = TfmdDL(list(range(5)), bs=2, num_workers=0)
+copy(dl)
+from fastdist import *
+print([list(map(len, copy(DistributedDL(dl, i, 2)))) for i in range(2)])
+'''
+def test_a_loader_that_was_copied_before_fastdist_was_imported():
+    "`copy` notes on the class which attributes it has"
+    p = subprocess.run([sys.executable, '-W', 'ignore', '-c', before_import], capture_output=True, text=True, timeout=100)
+    test_eq(p.stdout.splitlines()[-1:], ['[[2, 1], [2, 1]]'])

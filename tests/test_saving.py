@@ -8,6 +8,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.text.learner import TextLearner
 from fastdist import *
+import fastdist.saving
 from fastcore.test import test_eq
 from learners import digits,tabular,language_model,vision
 from procs import await_that,here
@@ -194,6 +195,48 @@ def test_nodes_without_a_shared_disk_in_shards():
             told = [str(o.message) for o in said if 'does not see' in str(o.message)]
             return len(told)
     test_eq(on_ranks(f, 2, join=False), [0,1])
+
+def test_files_of_one_name_in_two_folders_behind_the_context():
+    "Each is awaited by its own path"
+    def f(rank):
+        learn = tabular()
+        learn.path = Path('.')
+        with ctx(learn): learn.fit(1)
+        for o in 'ab': (learn.path/'models'/o).mkdir(parents=True, exist_ok=True)
+        learn.save('a/m')
+        was = weights(learn)
+        if rank==0: time.sleep(.05)
+        shaken(learn).save('b/m')
+        learn.load('a/m')
+        test_eq(weights(learn), was)
+        return True
+    test_eq(on_ranks(f, 3, join=False, timeout=60), [True]*3)
+
+def test_a_rank_that_looks_late_leaves_a_newer_file():
+    "Rank 0 does not wait, so it may write again before another rank has looked whether it sees the file"
+    def f(rank):
+        learn = wide(path='.')
+        if rank:
+            see = fastdist.saving._modified
+            fastdist.saving._modified = lambda file: await_that(Path('newer').exists, 30) or see(file)
+        with ctx(learn):
+            path = learn.save('m')
+            if not rank:
+                torch.save('newer', path)
+                Path('newer').touch()
+        return True
+    test_eq(on_ranks(f, 2, join=False, timeout=60), [True]*2)
+    test_eq(torch.load('models/m.pth'), 'newer')
+
+def test_export_to_an_open_file():
+    def f(rank):
+        learn,file = tabular(),io.BytesIO()
+        with ctx(learn): learn.export(file)
+        if rank: return len(file.getvalue())
+        file.seek(0)
+        test_eq(weights(load_learner(file)), weights(learn))
+        return 0
+    test_eq(on_ranks(f, 2, join=False, timeout=60), [0,0])
 
 @pytest.mark.parametrize('size', [2,3])
 def test_export_and_load_behind_the_context(size):

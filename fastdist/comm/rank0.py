@@ -172,32 +172,32 @@ def _renamed(mine, name):
     return name
 
 # %% ../../nbs/110_comm.rank0.ipynb #1bf7d049
-_passed = Counter() # name -> calls of `rank0_noted` that this process has come to
-
-def _note_key(name): return f'noted/{name}/{_passed[name]}'
+_passed,_keys = Counter(),{} # name -> calls of `rank0_noted` that this process has come to; `own` -> key of the note of the last one
 
 def rank0_noted(
     func:callable, # Called on rank 0 only
-    name:str # Name of the work, the same on all ranks
+    name:str, # Name of the work, the same on all ranks
+    own:str=None # By what this process calls `await_noted`; `name` by default
 ):
     "Call `func` on rank 0, which notes its end in the job's store; no rank waits, before it calls `await_noted`"
     w = this_world()
-    _passed[name] += w.size>1
     if w.size==1: return func()
+    _passed[name] += 1
+    _keys[ifnone(own, name)] = key = f'noted/{name}/{_passed[name]}'
     if w.rank: return
     try: notes = _StoreNotes(w)
     except (WorldError,DistError) as e:
         warn(f'Rank 0 cannot tell the other {w.size-1} when it is done with {name!r}: {e}')
         return func()
-    return _and_tell(func, notes, _note_key(name), 0, name)
+    return _and_tell(func, notes, key, 0, name)
 
 def await_noted(
-    name:str, # As for `rank0_noted`
+    own:str, # As for `rank0_noted`
     timeout:float=600. # Seconds until rank 0 begins the work; what it has begun may take any time
 )->str: # The text that rank 0's work returned, else empty; `None` on rank 0, and where this rank has not called `rank0_noted`
-    "Wait until rank 0 has done the work of this rank's last call of `rank0_noted` with `name`; raise `RankError` if rank 0 failed in it"
+    "Wait until rank 0 has done the work of this rank's last call of `rank0_noted` with `own`; raise `RankError` if rank 0 failed in it"
     w = this_world()
-    if w.rank and _passed[name]: return _wait_for(_StoreNotes(w, f'rank 0 to do {name!r}', timeout), _note_key(name), name)
+    if w.rank and own in _keys: return _wait_for(_StoreNotes(w, f'rank 0 to do {own!r}', timeout), _keys[own], own)
 
 # %% ../../nbs/110_comm.rank0.ipynb #05f7e943
 def await_rank0(

@@ -82,13 +82,14 @@ def _globals(cls):
     "Return the global names that code of the class `cls` sees: those of its module and of its methods, also of a Transform's `encodes`"
     methods = [v for c in cls.__mro__ for v in vars(c).values()]
     fs = [*methods,*(m.implementation for v in methods if isinstance(v, plum.Function) for m in v.methods)]
-    found = [vars(sys.modules[c.__module__]) for c in cls.__mro__ if c.__module__ in sys.modules] + [f.__globals__ for f in fs if isinstance(f, FunctionType)]
+    found = [vars(m) for c in cls.__mro__ if (m := sys.modules.get(c.__module__))] + [f.__globals__ for f in fs if isinstance(f, FunctionType)]
     return list({id(o):o for o in found}.values())
 
 def _generators(names):
-    "Return name and value of each generator in the dictionary `names`; most modules have none"
+    "Return name, with its module's, and value of each generator in the dictionary `names`; most modules have none"
+    module = str(names.get('__name__')).replace('__mp_main__', '__main__')
     kinds = tuple(k for k in {*map(type, names.copy().values())} if issubclass(k, (*_seeders,)) and k is not random.SystemRandom)
-    return [(k,v) for k,v in names.copy().items() if isinstance(v, kinds)] if kinds else []
+    return [(f'{module}.{k}',v) for k,v in names.copy().items() if isinstance(v, kinds)] if kinds else []
 
 # %% ../../nbs/112_comm.seeds.ipynb #c3d0aa06
 def _seed(kind, name, o, key): _seeders[kind](o, key_of(key, name))
