@@ -82,11 +82,16 @@ def test_one_is_suspended_and_comes_back(tmp_path, n, who, place):
     for kind,text in on_ranks(partial(one_suspended, n=n, who=who, place=place, path=tmp_path), n, join=False, timeout=100):
         assert kind=='RankError' and text.startswith(f'rank {who} failed:\nits process has not answered for'), text
 
-def test_a_wait_for_files_of_others(tmp_path):
+@pytest.mark.parametrize('where', ('anywhere','between its looks at the clock'))
+def test_a_wait_for_files_of_others(tmp_path, where):
     "The time of the own suspension does not count"
     folder,looks = tmp_path/'state',get_context('fork').Event()
     folder.mkdir()
-    p = get_context('fork').Process(target=await_shards, args=(folder, 1, looks.set), kwargs=dict(patience=3.))
+    def lost():
+        if looks.is_set(): return
+        looks.set()
+        if where!='anywhere': os.kill(os.getpid(), signal.SIGSTOP)
+    p = get_context('fork').Process(target=await_shards, args=(folder, 1, lost), kwargs=dict(patience=3.))
     p.start()
     looks.wait()
     os.kill(p.pid, signal.SIGSTOP)

@@ -120,13 +120,14 @@ getattr(os, 'register_at_fork', noop)(before=_hold_signals, after_in_parent=_rel
 
 # %% ../../nbs/004_base.signals.ipynb #048dac2b
 class Suspension:
-    "Measures how long this process was suspended; to be called in a loop"
+    "Measures how long this process was suspended; a loop calls it in each round and judges by `last`, the time of that call: a suspension after it is found in the next round"
     def __init__(self,
         longest:float=3. # Seconds from one call to the next; a longer time is a suspension
     ): self.longest,self.last = longest,time.monotonic()
 
     def __call__(self)->float: # Seconds; 0 where the process was not suspended
         "Return how long the process was suspended since the last call"
-        gap,self.last = time.monotonic()-self.last,time.monotonic()
+        before,self.last = self.last,time.monotonic()
+        gap = self.last-before
         return gap if gap>self.longest else 0.
 

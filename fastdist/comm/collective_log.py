@@ -152,7 +152,8 @@ class Wait:
         timeout:float, # Seconds until `TimeoutError` is raised
         notice:float=30. # Seconds until the wait is printed for the first time
     ):
-        self.since,self.timeout,self.notice,self.place,self.suspended = time.monotonic(),timeout,notice,place_of(sys._getframe()),Suspension()
+        self.timeout,self.notice,self.place,self.suspended = timeout,notice,place_of(sys._getframe()),Suspension()
+        self.since = self.suspended.last
 
     def __call__(self,
         who:str, # Name of the rank that waits
@@ -160,7 +161,7 @@ class Wait:
     ):
         "Print the wait when a notice is due; raise `TimeoutError` after `timeout` seconds"
         self.since += self.suspended()
-        secs = time.monotonic()-self.since
+        secs = self.suspended.last-self.since
         if secs>self.timeout: raise TimeoutError(f'{who} has waited {secs:.0f} s for {whom}. HINT: every rank has to come there; distrib_ctx(patience=...) waits longer')
         if secs<self.notice: return
         sys.stderr.write(f'fastdist: {who} has waited {secs:.0f} s for {whom}\n')

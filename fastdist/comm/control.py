@@ -189,7 +189,7 @@ def _serve(self:ControlConnection):
         elif key.data: self._hear(key.data)
     if self.server: self._admit()
     if self.leaving: self._tell_leaving()
-    now = time.monotonic()
+    now = self.suspended.last
     if self.closed or now<self._due(): return
     self.call('look', now)
     self.looked = now

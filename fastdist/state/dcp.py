@@ -74,14 +74,15 @@ def await_shards(
     patience:float=60. # Seconds in which nothing grows there
 )->dict: # File -> its record, for `state.json`
     "Wait until all ranks have written their rows, and remove their notes; raise `OSError` where one has failed, has ended or is not seen to write"
-    seen,since,pause,suspended = None,time.monotonic(),.01,Suspension()
+    seen,pause,suspended = None,.01,Suspension()
+    since = suspended.last
     while True:
         now = {o.name:o.stat().st_size for o in os.scandir(folder)}
         missing = [r for r in range(n) if f'rank{r}.json' not in now]
         if not missing: return _collected([Path(folder)/f'rank{r}.json' for r in range(n)])
         since += suspended()
-        if now!=seen: seen,since = now,time.monotonic()
-        why = _trouble(now, missing, lost(), time.monotonic()-since>patience and patience)
+        if now!=seen: seen,since = now,suspended.last
+        why = _trouble(now, missing, lost(), suspended.last-since>patience and patience)
         if why: raise OSError(errno.EIO, why, str(folder))
         time.sleep(pause := min(1.5*pause, .5)) # files are all that ranks of several nodes share, and a look costs their server
 
