@@ -91,6 +91,19 @@ def check(size, *args, **kw):
 @pytest.mark.parametrize('mk', [mlp,cnn,Rnn,Odd,Empties])
 def test_first_step_is_bit_for_bit(mk): check(3, mk, 4)
 
+class Branches(Module):
+    "The second branch gets its first gradient in batch 6, the third none"
+    def __init__(self): self.first,self.second,self.third,self.n = nn.Linear(64,5),nn.Linear(64,5),nn.Linear(64,5),0
+    def forward(self, x): return self.first(x)+(self.second(x) if self.n>=6 else 0)
+
+class Count(Callback):
+    order = -5
+    def __init__(self, done): self.done = done
+    def before_batch(self): self.model.n = self.train_iter+self.done
+
+@pytest.mark.parametrize('at', [1,4,6,7])
+def test_parameters_that_are_used_late(at): check(3, Branches, at, cbs=Count)
+
 def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD, lr=.5) # plain SGD makes little of a last digit
 
 @pytest.mark.parametrize('at', [1,5])

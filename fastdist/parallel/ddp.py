@@ -61,20 +61,28 @@ class Buckets:
         ddp = getattr(wrapper, '_orig_mod', wrapper)
         lays = isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters and not ddp.static_graph
         self.ddp = ddp if lays else None
-        self.params = {n:p for n,p in ddp.module.named_parameters() if p.requires_grad and n not in ddp.parameters_to_ignore} if lays else {}
+        self.trained = {n:p for n,p in ddp.module.named_parameters() if p.requires_grad} if lays else {}
+        self.params = {n:p for n,p in self.trained.items() if n not in ddp.parameters_to_ignore}
         sparse = [m.weight for m in ddp.modules() if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.sparse]
         self.sparse = {n for n,p in self.params.items() if any(p is o for o in sparse)}
 
-    def order(self)->list: # Names of parameters; `None` before the first exchange
+    def order(self)->dict: # As from `order_of`; `None` before the first exchange
         "Return the order of gradients in the buckets; all ranks call it"
         if self.ddp is None: return
         self.ddp.reducer._rebuild_buckets()
         self.ddp.logger.set_runtime_stats_and_log()
         at,names = self.ddp._get_ddp_logging_data().get('rebuilt_per_bucket_param_indices'),list(self.params)
-        return [names[int(i)] for i in at.replace(',', ' ').split()] if at else None
+        return self.order_of([names[int(i)] for i in at.replace(',', ' ').split()], True) if at else None
+
+    def order_of(self,
+        names:list, # Of the parameters whose gradients are exchanged
+        rebuilt=False # Whether DDP has laid its buckets in the order of `names`
+    )->dict: # These and `unused`, names of the other parameters that are trained
+        "Return the value of an order for a state"
+        return dict(order=names, rebuilt=rebuilt, unused=[n for n in self.trained if n not in names])
 
     def lay(self,
-        order:list # From `Buckets.order`, of a wrapper of the same parameters
+        order:list # Names, from `Buckets.order` of a wrapper of the same parameters
     ):
         "Make DDP lay its buckets in `order` before the next forward pass; gradients are as before. All ranks call it before the first exchange"
         run,old = unwrap(torch.autograd.backward),[(p,p.grad) for p in self.params.values()]
@@ -157,7 +165,7 @@ class BucketOrders:
 
     def now(self,
         all_:list # `Buckets` of each wrapper
-    )->list: # For each wrapper that has exchanged gradients its parameters' names, and those of wrappers to come
+    )->list: # From `Buckets.order`: of each wrapper that has exchanged gradients, and of wrappers to come
         "Return the orders in which gradients are exchanged; all ranks call it"
         if self.size<3: return []
         with exchange(_laying): mine = [b.order() for b in all_]
@@ -165,20 +173,21 @@ class BucketOrders:
 
     def settle(self,
         orders:list, # From `now`, the same on all ranks
-        all_:list # As for `now`
     ):
-        "Make DDP lay its buckets in `orders`; one exchange for each wrapper, none on two ranks"
+        "Keep `orders` for wrappers that have exchanged nothing; on two ranks every order gives the same sums"
         self.known = list(orders) if self.size>2 else []
-        for b in all_: self.lay(b)
 
     def lay(self,
         buckets:Buckets # Of a wrapper that has exchanged nothing
-    ):
-        "Lay `buckets` in the order that is known for their parameters, if one is"
-        order = first(o for o in self.known if set(o)==set(buckets.params))
-        if not order: return
-        self.known.remove(order)
-        with exchange(_laying): buckets.lay(order)
+    )->list: # Names of parameters that were not exchanged: another wrapper has to leave them out
+        "Lay `buckets` in the order that is known for their parameters, if one is; one exchange"
+        names = {*buckets.params}
+        found = first(o for o in self.known if {*o['order']}==names)
+        if not found: return first(o['unused'] for o in self.known if {*o['order'],*o['unused']}==names) or []
+        self.known.remove(found)
+        if not found['rebuilt']: return []
+        with exchange(_laying): buckets.lay(found['order'])
+        return []
 
 # %% ../../nbs/505_parallel.ddp.ipynb #094f725c
 def _hooked(m): return m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or 'forward' in vars(m)
@@ -231,7 +240,7 @@ class Replicated(Layout):
         self.direct = is_direct(self.through)
         self.others.share(self.trained, learn.loss_func)
         if other: self.norms.sync(learn.model, self.wrappers.models)
-        return other
+        return self.wrap(learn) if self.stale else other
 
     def _make(self, trained):
         self.norms.means.average() # DDP replaces buffers by those of rank 0
@@ -240,8 +249,12 @@ class Replicated(Layout):
         carrier = Carrier if left is None else partial(Carrier, n=3)
         with exchange('DistributedDataParallel, which is set up for the model'):
             through = self.live.prepare(trained.model, carrier, running_norms(trained.model).values(), left or ())
-            self.buckets.lay(buckets := Buckets(through))
+            self._lay(trained.key, buckets := Buckets(through))
         return through,self.live.carry,Uses(trained.model, buckets, left),buckets
+
+    def _lay(self, key, buckets):
+        "Lay `buckets` as before an interruption, or let `wrap` make another wrapper without the parameters that were unused then"
+        if unused := self.buckets.lay(buckets): self.left[key],self.stale = [buckets.params[n] for n in unused],True
 
     def covers(self, model, opt):
         "Return whether what was wrapped last is trained now, and no other parameters are to be left out"
@@ -249,11 +262,16 @@ class Replicated(Layout):
 
     def orders(self):
         "Return the orders of gradients in DDP's buckets, also those that wait for their wrapper"
-        return self.buckets.now([b for _,(*_,b) in self.wrappers.made.values()])
+        made = {key:b for key,(_,(*_,b)) in self.wrappers.made.items()}
+        if not self.stale or self.size<3: return self.buckets.now([*made.values()])
+        old,left = made.pop(self.trained.key),{*map(id, self.left[self.trained.key])}
+        new = old.order_of([n for n,p in old.trained.items() if id(p) not in left]) # the next step has another wrapper
+        return [*self.buckets.now([*made.values()]),new]
 
     def settle(self, orders):
         "Make DDP lay its buckets in `orders`"
-        self.buckets.settle(orders, [b for _,(*_,b) in self.wrappers.made.values()])
+        self.buckets.settle(orders)
+        for key,(_,(*_,b)) in self.wrappers.made.items(): self._lay(key, b)
 
 # %% ../../nbs/505_parallel.ddp.ipynb #1f539133
 @patch
