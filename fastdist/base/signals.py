@@ -66,11 +66,10 @@ class SharedSignal:
     @property
     def below(self): return self.found[-1][0] if self.found else None
 
-    def install(self)->bool: # Whether ours stands there
+    def install(self):
         "Install ours above the present handler, in the main thread; safe to call again, also after a user has installed another"
-        if self.signum is None or not in_main_thread(): return False
-        if self.on_top: return True
-        if self.over and not self.over(self.signum): return False
+        if self.signum is None or not in_main_thread(): return
+        if self.on_top or self.over and not self.over(self.signum): return
         self.found.append((signal.getsignal(self.signum), _action(self.signum)))
         signal.signal(self.signum, self._called)
         return True
