@@ -28,11 +28,9 @@ Modules:
 - `fastdist.comm.control`: The control connection between all ranks, beside the process group
 - `fastdist.comm.draws`: torch's random draws in a step, made for the global batch and cut to the rows of this rank
 - `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
-- `fastdist.comm.inquiry`: A running job says where each rank stands, when any of its processes is asked
 - `fastdist.comm.numpy_draws`: NumPy's random draws in a step, made for the global batch, and what Python draws in a trial
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
-- `fastdist.comm.requests`: Requests for a report of a running process, by a signal or over a socket of its node
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.seeds`: Random numbers as a function of a seed and a place
 - `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step
@@ -131,32 +129,29 @@ Modules:
 - `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
 - `fastdist.train.weights`: Weight of this rank's batch in the global batch, and terms that callbacks add to its loss"""
 
-import os,sys
+import accelerate,warnings
+from types import ModuleType
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from fastai.torch_core import num_distrib, rank_distrib
+from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, SeedError, VersionError, WorldError
+from .job.world import World, install_fault, own_version
+from .job.group import this_world, setup_distrib, teardown_distrib
+from .job.fork import on_ranks
+from .comm.rank0 import rank0_first
+from .data.loader import DistributedDL
+from .state.checkpoint import Checkpoint
+from .accelerator import Accelerator
+from .train.trainer import DistributedTrainer
+from .parallel.proxy import ParallelTrainer
+from . import learner,saving
+from .observe.desync import DesyncCheck
+from .observe.timeline import Timeline
 
-if os.path.basename(sys.argv[0])!='fastdist-check' or sys.argv[1:2]!=['--job']: # a question to a job that runs, which needs none of it, and no torch
-    import accelerate,warnings
-    from types import ModuleType
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-    from fastai.torch_core import num_distrib, rank_distrib
-    from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, SeedError, VersionError, WorldError
-    from .job.world import World, install_fault, own_version
-    from .job.group import this_world, setup_distrib, teardown_distrib
-    from .job.fork import on_ranks
-    from .comm.rank0 import rank0_first
-    from .data.loader import DistributedDL
-    from .state.checkpoint import Checkpoint
-    from .accelerator import Accelerator
-    from .train.trainer import DistributedTrainer
-    from .parallel.proxy import ParallelTrainer
-    from . import learner,saving
-    from .observe.desync import DesyncCheck
-    from .observe.timeline import Timeline
-
-    __version__ = own_version()
-    if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
-    __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
-        'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-        'DesyncError', 'Checkpoint', 'ResumeError', 'SeedError', 'VersionError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
+__version__ = own_version()
+if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
+__all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
+    'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
+    'DesyncError', 'Checkpoint', 'ResumeError', 'SeedError', 'VersionError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
 
 def __getattr__(name):
     "Return what Accelerate calls `name`, so that a script that imports from it may import from fastdist"

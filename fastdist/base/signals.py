@@ -53,7 +53,7 @@ class SharedSignal:
     def __init__(self,
         signum:int, # Number of the signal; with `None` nothing is installed
         handle:callable, # Called as `handle(signum, frame)`; returns whether the signal was ours, or raises an error
-        over:callable=None # Called as `over(signum)`, such as `is_default`; returns whether to install ours
+        over:callable=None # Called as `over(signum)`, such as `may_replace`; returns whether to install ours
     ): self.signum,self.handle,self.over,self.found = signum,handle,over,[] # handlers that stood there when ours was installed, with their actions
 
     def __enter__(self):
@@ -66,11 +66,10 @@ class SharedSignal:
     @property
     def below(self): return self.found[-1][0] if self.found else None
 
-    def install(self)->bool: # Whether ours stands there
+    def install(self):
         "Install ours above the present handler, in the main thread; safe to call again, also after a user has installed another"
-        if self.signum is None or not in_main_thread(): return False
-        if self.on_top: return True
-        if self.over and not self.over(self.signum): return False
+        if self.signum is None or not in_main_thread(): return
+        if self.on_top or self.over and not self.over(self.signum): return
         self.found.append((signal.getsignal(self.signum), _action(self.signum)))
         signal.signal(self.signum, self._called)
         return True
@@ -113,7 +112,7 @@ def _release_signals(): signal.pthread_sigmask(signal.SIG_SETMASK, _mask.old)
 def _in_child():
     for s in filter(_top, signal.valid_signals()):
         while o := _top(s): o.uninstall()
-        if s in (signal_number('SIGUSR1'),signal_number('SIGUSR2')) and is_default(s): signal.signal(s, signal.SIG_IGN)
+        if s==signal_number('SIGUSR1') and is_default(s): signal.signal(s, signal.SIG_IGN)
     _release_signals()
 
 getattr(os, 'register_at_fork', noop)(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_in_child)

@@ -60,10 +60,6 @@ class RemoteRank:
         "Wait until it has ended"
         self.ended.wait(timeout)
 
-    def handles(self, signum:int)->bool:
-        "Return `False`: nobody here knows the handlers of a process elsewhere"
-        return False
-
     def send(self, signum:int):
         "Send it a signal"
         if self.is_alive(): self.link.send('signal', rank=self.rank, number=int(signum))

@@ -137,7 +137,7 @@ def hand_on_signals(
         agent.signal(signum if signum==signal.SIGTERM else signal.SIGUSR1)
     def in_rank():
         if os.getppid()!=pid: return # a data worker, whose rank has set what it needs
-        for s in signals: signal.signal(s, signal.SIG_DFL)
+        for s in signals: signal.signal(s, signal.SIG_DFL if s in (signal.SIGTERM,signal.SIGUSR1) else signal.SIG_IGN)
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
     for s in signals: signal.signal(s, asked)
     os.register_at_fork(after_in_child=in_rank)

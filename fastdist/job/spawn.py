@@ -12,11 +12,11 @@ head, however that ends."""
 
 # %% auto #0
 __all__ = ['cpu_random', 'set_cpu_random', 'end_with_head', 'rank_env', 'Output', 'is_server', 'LocalRank', 'start_here',
-           'write_call', 'local_ranks', 'Shown', 'Ranks', 'in_shell', 'passed_on', 'dies_as_ranks', 'asks_first',
-           'check_folder', 'start_ranks']
+           'write_call', 'local_ranks', 'Shown', 'Ranks', 'in_shell', 'passed_on', 'dies_as_ranks', 'check_folder',
+           'start_ranks']
 
 # %% ../../nbs/011_job.spawn.ipynb #04fb8e94
-import atexit,builtins,codecs,json,os,re,selectors,signal,sys,time,torch,numpy as np,random
+import atexit,builtins,codecs,json,os,selectors,signal,sys,time,torch,numpy as np,random
 from importlib import import_module
 from base64 import b64encode
 from contextlib import contextmanager,suppress
@@ -224,21 +224,11 @@ def _context(start):
     ctx.set_forkserver_preload([_room,*ddp_imports])
     return ctx
 
-# %% ../../nbs/011_job.spawn.ipynb #74d73b4a
-def _handles(pid, signum):
-    "Return whether process `pid` has a handler of `signum`, where Linux can say so"
-    with suppress(OSError): return bool(int(re.search(r'SigCgt:\s*(\w+)', Path(f'/proc/{pid}/status').read_text())[1], 16)>>signum-1 & 1)
-    return False
-
 # %% ../../nbs/011_job.spawn.ipynb #de8e1526
 class LocalRank(GetAttr):
     "Process `p` of `multiprocessing` on this machine that is `rank`"
     _default,node,why = 'p','',''
     def __init__(self, rank:int, p): store_attr()
-    def handles(self, signum:int)->bool:
-        "Return whether the process has a handler of `signum`"
-        return _handles(self.p.pid, signum)
-
     def send(self, signum:int):
         "Send the process a signal, if it still runs"
         with suppress(ProcessLookupError): os.kill(self.p.pid, signum)
@@ -429,17 +419,6 @@ def dies_as_ranks():
     finally:
         if died: os.kill(os.getpid(), died[0])
 
-# %% ../../nbs/011_job.spawn.ipynb #6dccff8c
-def asks_first(
-    procs:list # Ranks, as `LocalRank`
-)->SharedSignal:
-    "Return a context that passes `SIGUSR2` on to the first of `procs` that handles it, where this process has no handler of its own"
-    number = signal_number('SIGUSR2')
-    def ask(*args):
-        p = first(p for p in procs if p.is_alive() and p.handles(number))
-        if p: p.send(number)
-    return SharedSignal(number, ask, is_default)
-
 # %% ../../nbs/011_job.spawn.ipynb #5f62a115
 def check_folder():
     "Raise `FileNotFoundError` unless the current folder, in which ranks begin, exists"
@@ -462,7 +441,7 @@ def start_ranks(
         ranks = Ranks(range(n), d, shown)
         try:
             for p in places(fun, n, ranks.d, show_all, wanted) if places else local_ranks(fun, n, ranks.d, start): ranks.procs.append(p)
-            with passed_on(ranks.procs, died), asks_first(ranks.procs): ranks.wait()
+            with passed_on(ranks.procs, died): ranks.wait()
         except KeyboardInterrupt as e: raise everywhere(e)
         finally:
             ranks.end()

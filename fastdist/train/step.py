@@ -157,7 +157,7 @@ class Lean(LendingCallback):
     def _on_with_events(self, run, f, event_type, ex, final=noop):
         if event_type in ('batch','backward','step'): return run_events(self.learn._call_one, f, event_type, ex, final)
         if event_type!='fit': return run(f, event_type, ex, final)
-        with lists_ctx(self.learn.opt), own_report(self.learn): run(f, event_type, ex, final)
+        with lists_ctx(self.learn.opt): run(f, event_type, ex, final)
 
     def _on_all_batches(self):
         learn = self.learn

@@ -126,7 +126,6 @@ def _lend(self:DistributedTrainer):
         if w.size>1 or asks: self._join(w, plan)
     self.entered = ExitStack()
     self.entered.enter_context(forked_workers())
-    if w.size==1: self.entered.enter_context(own_report(self.learn))
 
 @patch
 def _join(self:DistributedTrainer, w, plan):
