@@ -72,7 +72,6 @@ class SharedSignal:
         if self.on_top or self.over and not self.over(self.signum): return
         self.found.append((signal.getsignal(self.signum), _action(self.signum)))
         signal.signal(self.signum, self._called)
-        return True
 
     def uninstall(self):
         "Put the previous handler back, unless another one has been installed since"
