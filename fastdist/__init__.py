@@ -45,7 +45,6 @@ Modules:
 - `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
-- `fastdist.diagnose`: What `fastdist-check` tries where it runs: ranks, collectives, replicas, exactness, hosts, and a user's script
 - `fastdist.evaluate.chunks`: Texts that a classifier reads in chunks, of which a rank has some
 - `fastdist.evaluate.drawn`: The shapes in which a model draws, by a trial with two numbers of rows
 - `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them

@@ -6,8 +6,7 @@ from torch import distributed as dist
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
-from fastdist.check import main
-from fastdist.diagnose import *
+from fastdist.check import *
 from fastdist.observe.checks import *
 from fastdist.comm.collectives import grouped
 from procs import *
@@ -18,15 +17,14 @@ titles = ['ranks','collectives','replicas','exactness']
 def verdicts(text): return dict(o.split()[1::-1] for o in text.splitlines() if o.startswith(('ok ','FAILED ')) and o.split()[1]!='node')
 
 def hints_of_failed(text):
-    "Number of hints of each check that failed; a network that is slow, as on a busy machine, has one too"
+    "Number of hints of each check that failed"
     return [o.count('HINT: ') for o in re.split(r'^(?=ok |FAILED |note |$)', text, flags=re.M) if o.startswith('FAILED ')]
 
 def rank0_says(text, n, launcher):
     test_eq(verdicts(text), dict.fromkeys(titles, 'ok'))
     lines = text.splitlines()
     test_eq([o.split()[0]+' '+o.split('gloo')[1].strip() for o in lines[3:3+n]], [f'{i} {launcher}' for i in range(n)])
-    test_eq(['bus bandwidth' in text, f'\n{n} ranks' in text], [n>1]*2)
-    test_eq([text.count('Python 3'), text.count('\none process'), lines[-1]], [1,1,'All is well.'])
+    test_eq([text.count('Python 3'), lines[-1]], [1,'All is well.'])
 
 def checked(rank, **kw):
     err = ''
@@ -48,7 +46,7 @@ def test_a_job_in_shards():
 def test_one_process():
     ok,text,_ = checked(0)
     test_eq([ok, verdicts(text)], [True,dict.fromkeys(titles, 'ok')])
-    assert 'bus bandwidth' not in text and dist.is_initialized() is False
+    assert dist.is_initialized() is False
 
 def test_a_precision_that_the_launcher_asks_for_is_left_out(monkeypatch):
     monkeypatch.setenv('ACCELERATE_MIXED_PRECISION', 'bf16')
@@ -127,22 +125,21 @@ def test_torchrun(warm):
 
 script = """from fastai.basics import *
 from fastdist.check import main
-from fastdist.comm.collectives import grouped
 from procs import *
 class Fault(Callback):
     def after_step(self):
-        if not grouped() or torch.distributed.get_rank()==0: return
+        if torch.distributed.get_rank()==0: return
         self.model[0].weight.data += 1e-3
-        if len(self.model[0].weight)==512: raise OSError('disk full') # the steps that are measured
+        if len(self.x)>8: raise OSError('disk full') # in the fit of one process, with which ranks are compared
 defaults.callbacks.append(Fault)
 if __name__=='__main__': main()"""
 
 def test_torchrun_with_faults(warm, tmp_path):
     (tmp_path/'faulty.py').write_text(script)
     out,_ = warm(*torchrun(tmp_path/'faulty.py'), rc=1)
-    test_eq(verdicts(out), dict(ranks='ok', collectives='ok', replicas='FAILED', exactness='FAILED', steps='FAILED'))
+    test_eq(verdicts(out), dict(ranks='ok', collectives='ok', replicas='FAILED', exactness='FAILED'))
     assert '0.weight of ranks [1] is not that of rank 0' in out and 'rank 1 failed: OSError: Exception occured in `Fault`' in out
-    test_eq(hints_of_failed(out), [1]*3)
+    test_eq(hints_of_failed(out), [1]*2)
 
 @pytest.mark.launcher
 def test_nprocs():
