@@ -50,7 +50,7 @@ Modules:
 - `fastdist.diagnose`: What `fastdist-check` tries where it runs: ranks, collectives, replicas, exactness, hosts, and a user's script
 - `fastdist.evaluate.chunks`: Texts that a classifier reads in chunks, of which a rank has some
 - `fastdist.evaluate.drawn`: The shapes in which a model draws, by a trial with two numbers of rows
-- `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
+- `fastdist.evaluate.evaluate`: Validation losses, metrics and predictions, as one process would have them
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
 - `fastdist.evaluate.merge_rules`: Ways to merge the state of a metric, found by trials on copies
