@@ -149,7 +149,7 @@ class Sharded(Layout):
         self.trained,self.shards,other = self.wrappers.of(learn)
         self.through,self.checked = learn.model,False
         self.others.share(self.trained, learn.loss_func)
-        if other: self.norms.sync(learn.model, self.wrappers.models)
+        if other: self.norms.sync(learn.model)
         return other
 
 # %% ../../nbs/610_shard.layout.ipynb #826e57bb
