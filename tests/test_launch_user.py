@@ -1,5 +1,5 @@
 "Ranks started as people start them: from a plain script without a guard, with every default left alone, and what the terminal shows of it"
-import math,os,pytest,re,sys,threading,torch,pandas as pd
+import math,os,pytest,re,sys,torch,pandas as pd
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
