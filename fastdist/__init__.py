@@ -44,7 +44,6 @@ Modules:
 - `fastdist.data.fetch`: Batches from data sets that give many samples at once
 - `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
 - `fastdist.data.sharding`: The samples of each rank, by arithmetic on an order that all ranks share
-- `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
 - `fastdist.diagnose`: What `fastdist-check` tries where it runs: ranks, collectives, replicas, exactness, hosts, and a user's script
