@@ -14,7 +14,7 @@ So the fields are read by their meaning into a small value, `ShardPlan`, which d
 __all__ = ['ShardPlan', 'shard_plan']
 
 # %% ../../nbs/600_shard.plan.ipynb #f4cf9617
-import os,re
+import os,re,torch
 from torch import nn
 from dataclasses import dataclass,fields,replace
 from accelerate.utils import DistributedDataParallelKwargs,FullyShardedDataParallelPlugin
@@ -190,6 +190,8 @@ def _check_ddp(handlers):
     h = handler_of(handlers, DistributedDataParallelKwargs)
     if h and h!=DistributedDataParallelKwargs(): raise OptionError('kwargs_handlers', h, 'a sharded model is not in DistributedDataParallel. HINT: leave it out')
 
+_old = 'Before, it adds to numbers of tensors in shards as if each rank\'s part were the whole. HINT: pip install -U torch, or no shards'
+
 def shard_plan(
     shard:bool, # Whether the model is divided over ranks, as far as the next two do not say it
     fsdp_plugin:FullyShardedDataParallelPlugin, # How; `None` for what `env` says
@@ -203,5 +205,6 @@ def shard_plan(
     asked,detailed = _from_env(env),fsdp_plugin is not None or asks_for_fsdp(env)
     if keep and not (shard or detailed): raise OptionError('keep_sharded', keep, 'the model is not sharded. HINT: shard=True')
     if not (shard or detailed): return
+    if tuple(map(int, torch.__version__.split('.')[:2]))<(2,11): raise OptionError('torch', torch.__version__, _old, '2.11 or later for shards')
     _check_ddp(kwargs_handlers)
     return _plan(asked if fsdp_plugin is None else _from_plugin(fsdp_plugin, asked), shard, keep) if detailed else ShardPlan(keep=keep)
