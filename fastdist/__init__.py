@@ -132,6 +132,8 @@ Modules:
 
 import os,sys
 
+__doc__ = (__doc__ or '').partition('\n\nModules:')[0] # nbdev-export writes a list of all modules behind it
+
 if os.path.basename(sys.argv[0])!='fastdist-check' or sys.argv[1:2]!=['--job']: # a question to a job that runs, which needs none of it, and no torch
     import accelerate,warnings
     from types import ModuleType
