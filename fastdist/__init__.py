@@ -91,7 +91,7 @@ Modules:
 - `fastdist.parallel.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.parallel.seeding`: A Learner whose random numbers are a function of the seed, the step and the sample
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
-- `fastdist.shard.files`: Whole tensors of a file, read into shards, and models that no rank holds whole
+- `fastdist.shard.files`: Whole tensors of a file, read into shards
 - `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
 - `fastdist.shard.fsdp_private`: Hooks, attributes and classes that FSDP adds, known by where they are from, and the hooks of users that it does not see
 - `fastdist.shard.layout`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass

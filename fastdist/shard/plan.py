@@ -149,7 +149,7 @@ _honoured = {'fsdp_version','sharding_strategy','reshard_after_forward','auto_wr
 _always = 'limit_all_gathers','use_orig_params','sync_module_states'
 _why = dict(backward_prefetch='FSDP2 gathers the next unit of the backward pass by itself', forward_prefetch='FSDP2 gathers the next unit of the forward pass by itself',
     limit_all_gathers='FSDP2 always limits them', use_orig_params='FSDP2 always has the original parameters', sync_module_states='ranks always begin with rank 0\'s weights',
-    param_init_fn='modules on the meta device are filled by the weights that are loaded', activation_checkpointing_offload='activations stay on their device',
+    param_init_fn='modules on the meta device are filled with the values of rank 0', activation_checkpointing_offload='activations stay on their device',
     state_dict_config='state_dict_type says how states are written', optim_state_dict_config='state_dict_type says how states are written')
 
 def _refuse_unless(usual, asked):
