@@ -1,10 +1,8 @@
 "The time and memory that 2 ranks need for the order of one epoch: `python benchmarks/order.py --help`"
 import resource
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import median
-from threading import Event,Thread
 from time import perf_counter
 from torch import distributed as dist
 from fastcore.all import call_parse
@@ -19,6 +17,7 @@ class Alone:
     "fastai in one process: a shuffled loader over numbers that nobody lists, and what drawing its order takes"
     def __init__(self, rank, size): self.rank,self.size = rank,size
     def share(self, dl): return dl
+    def draw(self, dl): return dl.get_idxs()
     def meet(self): "Wait until all ranks are here"
 
     def __call__(self, n):
@@ -27,7 +26,7 @@ class Alone:
         dl = self.share(TfmdDL(range(n), bs=64, shuffle=True, num_workers=0, device='cpu'))
         self.meet()
         before,start = resident(),perf_counter()
-        idxs = dl.get_idxs()
+        idxs = self.draw(dl)
         return perf_counter()-start,peak()-before,len(idxs)
 
 class Broadcast(Alone):
@@ -51,52 +50,13 @@ class InStep(Alone):
         fastdist.setup_distrib()
 
     def meet(self): dist.barrier()
+    def draw(self, dl): return dl._draw()
 
     def share(self, dl):
         from fastdist.data.loader import StepDL
         share = StepDL(dl, self.rank, self.size)
         share._pass.joint = True
         return share
-
-def held(): return {o.split(':')[0]:int(o.split()[1])*1024 for o in Path('/proc/self/status').read_text().splitlines() if o.startswith(('RssAnon','RssShmem'))}
-
-@contextmanager
-def peaks():
-    "Yield a dict that gets the largest own and shared memory of this process inside the context, beyond that before, in bytes"
-    res,before,end = dict(RssAnon=0, RssShmem=0),held(),Event()
-    def look():
-        while not end.wait(.01): res.update({k:max(res[k], v-before[k]) for k,v in held().items()})
-    t = Thread(target=look)
-    t.start()
-    try: yield res
-    finally: end.set(),t.join()
-
-class OfNode(InStep):
-    "One of the ranks of a node, whose order is drawn once, or by each rank for itself"
-    def __call__(self, n, once):
-        "Seconds until this rank has its share, and peaks of own and shared memory"
-        from fastai.data.core import TfmdDL
-        from fastdist.data.shuffle import shuffled_range
-        share = self.share(TfmdDL(range(n), bs=64, shuffle=True, num_workers=0, device='cpu'))
-        if not once: share._pass.shuffle = shuffled_range
-        self.meet()
-        start = perf_counter()
-        with peaks() as mem: idxs = share.get_idxs()
-        return perf_counter()-start,mem['RssAnon'],mem['RssShmem'],len(idxs)
-
-def of_node(n, ranks):
-    "Seconds of the slowest rank, and MB at the peak on all of a node's `ranks` together, what they share counted once"
-    rows = []
-    for once in (False,True):
-        with open_jobs({'node':('order.OfNode',ranks)}) as jobs:
-            jobs['node'].answers()
-            secs,own,shared,_ = zip(*jobs['node'].ask(n, once))
-        rows.append(dict(once=once, n=n, ranks=ranks, seconds=max(secs), own=sum(own)/1e6, shared=max(shared)/1e6))
-    return rows
-
-def report_node(n, ranks, rows):
-    cells = [[f'drawn {"once" if o["once"] else "by each rank"}', o['seconds'], o['own'], o['shared'], o['own']+o['shared']] for o in rows]
-    show_table(f'Order of {n:,} samples on a node of {ranks} ranks', ['', 'seconds', 'own MB, all ranks', 'shared MB', 'MB together'], cells)
 
 class OneOf(Alone):
     "One rank of many, with no group: what its share of an order takes, in either layout"
@@ -106,7 +66,7 @@ class OneOf(Alone):
         from fastdist.data import loader
         dl = getattr(loader, kind)(TfmdDL(range(n), bs=64, shuffle=shuffle, num_workers=0, device='cpu'), ranks-1, ranks)
         before,start = resident(),perf_counter()
-        idxs = dl.get_idxs()
+        idxs = dl._draw()
         return perf_counter()-start,peak()-before,resident()-before,len(idxs)
 
 def shares(n, ranks):
@@ -144,15 +104,10 @@ def report(n, rows):
 def main(
     n:int=10_000_000, # Number of samples
     ranks:int=0, # Instead, what the share of one of so many ranks takes
-    node:int=0, # Instead, what the order takes on a node of so many ranks, drawn once and by each
     rounds:int=3, # Times that each peer draws an order, in new processes
     out:str=None # JSON file for the rows
 ):
-    "Compare `fastai.distributed` and fastdist at drawing the order of an epoch, on 2 CPU ranks; or measure the share of one rank of many, or the ranks of a node"
-    if node:
-        rows = of_node(n, node)
-        report_node(n, node, rows)
-        return save(rows, out)
+    "Compare `fastai.distributed` and fastdist at drawing the order of an epoch, on 2 CPU ranks; or measure the share of one rank of many"
     if ranks:
         rows = shares(n, ranks)
         report_shares(n, ranks, rows)

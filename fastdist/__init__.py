@@ -42,12 +42,11 @@ Modules:
 - `fastdist.data.fetch`: Batches from data sets that give many samples at once
 - `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
 - `fastdist.data.sharding`: The samples of each rank, by arithmetic on an order that all ranks share
-- `fastdist.data.shuffle`: Python's shuffle of a range, as an array and many times faster
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
 - `fastdist.evaluate.chunks`: Texts that a classifier reads in chunks, of which a rank has some
 - `fastdist.evaluate.drawn`: The shapes in which a model draws, by a trial with two numbers of rows
-- `fastdist.evaluate.evaluate`: Validation losses, metrics, predictions and statistics of activations, as one process would have them
+- `fastdist.evaluate.evaluate`: Validation losses, metrics and predictions, as one process would have them
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
 - `fastdist.evaluate.merge_rules`: Ways to merge the state of a metric, found by trials on copies
@@ -89,7 +88,7 @@ Modules:
 - `fastdist.parallel.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.parallel.seeding`: A Learner whose random numbers are a function of the seed, the step and the sample
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
-- `fastdist.shard.files`: Whole tensors of a file, read into shards, and models that no rank holds whole
+- `fastdist.shard.files`: Whole tensors of a file, read into shards
 - `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
 - `fastdist.shard.fsdp_private`: Hooks, attributes and classes that FSDP adds, known by where they are from, and the hooks of users that it does not see
 - `fastdist.shard.layout`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
@@ -146,6 +145,7 @@ from . import learner,saving
 from .observe.desync import DesyncCheck
 from .observe.timeline import Timeline
 
+__doc__ = (__doc__ or '').partition('\n\nModules:')[0] # nbdev-export writes a list of all modules behind it
 __version__ = own_version()
 if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',

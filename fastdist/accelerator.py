@@ -209,11 +209,10 @@ def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, 
     return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
 
 def _in_rank(acc, fun, args, kwargs, held, cbs, first_is_instance, rank):
-    forms = [form(model_and_opt(o)[0]) for o in held] if rank==0 else []
     was,kept = (None,None) if rank else (_Before(fun, args, kwargs, held),Kept(cbs))
     res = acc.worker(rank, held[0] if first_is_instance else None, fun, args, kwargs)
     if was: was.tell()
-    return (_sendable(res),[state_away(o, f) for o,f in zip(held, forms)],kept.changed() if kept else []) if held or cbs else res
+    return (_sendable(res),[state_away(o) for o in held] if rank==0 else [],kept.changed() if kept else []) if held or cbs else res
 
 # %% ../nbs/902_accelerator.ipynb #a626069c
 def _parts(o):

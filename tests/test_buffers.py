@@ -82,8 +82,7 @@ class Midway(Callback):
         self.learn.training = True
         self.model.train()
 
-exact = dict(instance=lambda: body(inst()), some_momentum=lambda: body(inst(momentum=.4)), never=lambda: body(inst(momentum=None)),
-    beside_a_mask=lambda: body(inst(), Masked()), cumulative=lambda: body(nn.BatchNorm1d(3, momentum=None)), mask=lambda: body(Masked(), nn.BatchNorm1d(3)),
+exact = dict(cumulative=lambda: body(nn.BatchNorm1d(3, momentum=None)), mask=lambda: body(Masked(), nn.BatchNorm1d(3)),
     own=lambda: body(OwnNorm(3)), active=lambda: body(Active(3)),
     spectral=lambda: nn.Sequential(spectral_norm(nn.Conv1d(2,3,3)), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12,1)))
 
@@ -92,7 +91,29 @@ exact = dict(instance=lambda: body(inst()), some_momentum=lambda: body(inst(mome
 def test_as_in_one_process(case, size): same_as_alone(exact[case], size)
 
 @pytest.mark.parametrize('kw', [dict(n=25), dict(cbs=lambda: Stop()), dict(cbs=lambda: Midway()), dict(cbs=lambda: GradientAccumulation(24))])
-def test_instance_norm_wherever_training_ends(kw): same_as_alone(exact['beside_a_mask'], 3, **kw)
+def test_ranks_share_buffers_wherever_training_ends(kw):
+    (one,*_),*others = ranks(lambda: body(Ema(), Masked()), 3, **kw)
+    for o,*_ in others: assert all(torch.equal(o[k], v) for k,v in one.items())
+
+class First(Callback):
+    def before_batch(self): not self.train_iter and warnings.warn('the first batch of this rank')
+
+def test_instance_norms_that_track_are_named_before_the_first_batch():
+    (state,_,said),(other,_,silent) = ranks(lambda: body(inst()), 2, cbs=First)
+    for k,v in state.items(): assert torch.equal(v, other[k]), k
+    text,first_batch = said
+    assert '1.running_mean, 1.running_var' in text and 'go on with the values of rank 0' in text, said
+    test_eq((first_batch,silent), ('the first batch of this rank',['the first batch of this rank']))
+
+def test_other_buffers_are_named_beside_instance_norms():
+    res = ranks(lambda: body(inst(), Ema()), 2)[0][2]
+    test_eq([o.split(' by ')[0] for o in res if 'forward pass' in o], ['The forward pass changes 1.running_mean, 1.running_var','The forward pass changes 2.mean'])
+
+def test_instance_norms_that_do_not_train_are_not_named():
+    class Frozen(Callback):
+        order = TrainEvalCallback.order+1
+        def before_train(self): self.model[1].eval()
+    for mk,cbs in ((lambda: body(inst()),Frozen),(lambda: body(nn.InstanceNorm1d(3)),None)): same_as_alone(mk, 2, cbs=cbs)
 
 def test_parted_buffers_are_named_once():
     for i,(state,_,said) in enumerate(res := ranks(lambda: body(Ema(), OwnNorm(3)), 3)):

@@ -3,7 +3,7 @@ import csv,os,re,shutil,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
-import pytest
+import fastdist,pytest
 from fastcore.test import test_eq
 from fastdist.job.world import newest_tried
 
@@ -51,6 +51,8 @@ def test_commands_lead_somewhere(wheel):
     entries = ConfigParser()
     entries.read_string(read(wheel, 'entry_points.txt'))
     test_eq({k:dict(v) for k,v in entries.items() if v}, dict(console_scripts={'fastdist-check':'fastdist.check:main'}, nbdev={'fastdist':'fastdist._modidx:d'}))
+
+def test_help_is_a_screen(): assert 10<len(fastdist.__doc__.splitlines())<25 and fastdist.__doc__.rstrip().endswith('|')
 
 def test_what_was_tried_is_what_the_table_says():
     "Newer versions are named when a training begins; the oldest that the package asks for was tried too"

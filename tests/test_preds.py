@@ -1,5 +1,5 @@
 "Predictions, and all that is made of them, are on every rank those of one process: all rows, once, in the data set's order"
-import itertools,matplotlib,pytest
+import itertools,matplotlib,pytest,warnings
 from contextlib import nullcontext
 from functools import cache
 matplotlib.use('agg')
@@ -294,31 +294,18 @@ def test_shapes_that_differ_between_batches(size, reorder):
         if isinstance(b, Failure): test_eq((b,'Error: ' in b), (many[0][i]['f'],True))
         else: assert_same(unpadded(a, n), unpadded(b, n))
 
-def stats(learn, **kw):
-    cb = ActivationStats(with_hist=True, **kw)
-    learn.fit(2, 0.1, cbs=cb)
-    return [list(o) for o in cb.stats]
+def stats(rank):
+    learn = plain(5, 2, rank)
+    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(1, cbs=[ActivationStats(),Callback(before_epoch=lambda self: self.learn.__dict__.setdefault('early', len(said)))])
+        learn.fit(1, cbs=ActivationStats())
+    return [learn.early,*[str(o.message) for o in said if 'ActivationStats' in str(o.message)]]
 
-@sizes
-@cases(
-    all=stats,
-    one_layer=lambda o: stats(o, modules=[o.model[1]]),
-    every=partial(stats, every=2))
-def test_activation_stats(cases, size): check(ragged, size, cases)
-
-class Recurrent(nn.Module):
-    "The output of a hook on `inner` is a nested tuple"
-    def __init__(self):
-        super().__init__()
-        self.inner,self.outer = nn.LSTM(2, 3, batch_first=True),nn.Linear(3,3)
-    def forward(self, x): return self.outer(self.inner(x.view(-1,4,2))[0][:,-1])
-
-def recurrent(n, bs, rank=0):
-    set_seed(3)
-    return learner((rows(n),rows(n, 1)), Recurrent(), bs, rank, drop_last=False)
-
-@sizes
-def test_activation_stats_of_tuples(size): check(recurrent, size, dict(stats=lambda o: stats(o, modules=[o.model.inner])))
+def test_activation_stats_are_said_to_be_those_of_a_rank():
+    "Once, before the first batch, by rank 0"
+    (early,text),(_,) = on_ranks(stats, join=False)
+    assert early and 'statistics are those of rank 0' in text, text
 
 class Keep(Callback):
     def __init__(self, hooks): self.hooks,self.seen = hooks,[]

@@ -8,7 +8,6 @@ from fastdist.evaluate.merge import *
 from fastdist.evaluate.metrics import *
 from fastdist.parallel.norms import *
 from fastdist.data.sharding import *
-from fastdist.data.shuffle import *
 
 sizes,bss,counts = integers(1, 9),integers(1, 17),integers(0, 400)
 

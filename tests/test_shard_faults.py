@@ -152,13 +152,13 @@ def in_a_fit(event):
     def f(learn, rank): learn.fit(1, cbs=At(event, lambda learn: learn.model(torch.zeros(2,6)) if rank==0 else None))
     f.__name__ = f'calls {event}'
     return f
-def norms(learn, rank): # torch waits in it without an end, and nobody else does; torch 2.10 waits in `item`
+def norms(learn, rank): # torch waits in it without an end, and nobody else does
     learn.fit(1, cbs=At('after_step', lambda learn: learn.model[0].weight.norm().item() if rank==0 else None))
 
 @pytest.mark.parametrize('f', [calls,predicts,get_preds,unit,in_a_fit('after_batch'),in_a_fit('before_batch'),in_a_fit('after_pred'),norms], ids=lambda f: f.__name__)
 def test_one_rank_alone(f):
     for (how,text),bare,ws in on_ranks(lambda rank: lone(rank, f, patience=3 if f is norms else None), join=False, timeout=100):
-        assert how in ('RankError','ValueError') and bare and ('did not move' if f is norms and not torch.__version__.startswith('2.10.') else 'HINT') in text, (how,text,bare)
+        assert how in ('RankError','ValueError') and bare and ('did not move' if f is norms else 'HINT') in text, (how,text,bare)
 
 class Looks(Callback):
     "fastai calls it for its own evaluation too"

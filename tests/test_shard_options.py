@@ -2,6 +2,7 @@
 import os,pickle,pytest,re,torch,yaml
 from dataclasses import fields
 from functools import partial
+from unittest import mock
 from accelerate.commands.launch import _validate_launch_command,launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin,DistributedDataParallelKwargs,DistributedType,FullyShardedDataParallelPlugin
@@ -10,7 +11,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecision,MixedPrecisionPolicy,ShardedStateDictConfig,ShardedOptimStateDictConfig,ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy,size_based_auto_wrap_policy,transformer_auto_wrap_policy
-from fastcore.test import test_eq
+from fastcore.test import expect_fail,test_eq
 from fastdist import *
 from fastdist.job.accelerate import ProcessAccelerator,forget_state,has_state,open_accelerate
 from fastdist.base.errors import OptionError
@@ -86,6 +87,11 @@ def test_refused(name):
         more = dict(activation_checkpointing=True) if name.startswith('activation') else {}
         with pytest.raises(OptionError, match=f'You set {name}=') as e: plan(make(**{name:v}, **more))
         assert said(e)
+
+def test_shards_need_torch_2_11():
+    for kw in (dict(shard=True, fsdp_plugin=None), dict(shard=False, fsdp_plugin=two())):
+        with mock.patch.object(torch, '__version__', '2.10.1+cpu'), expect_fail(OptionError, 'torch must be 2.11 or later for shards'): shard_plan(env={}, **kw)
+        with mock.patch.object(torch, '__version__', '2.11.0'): shard_plan(env={}, **kw)
 
 def test_a_field_of_a_later_version():
     p = two()

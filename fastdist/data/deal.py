@@ -15,13 +15,12 @@ where a pass over a loader begins, with whom, and how far it is."""
 __all__ = ['Division', 'Deal', 'StreamDeal', 'BatchDeal', 'GivenDeal', 'Pass']
 
 # %% ../../nbs/203_data.deal.ipynb #6521efc7
-import random,numpy as np
+import numpy as np
 from contextlib import nullcontext
 from dataclasses import dataclass
 from warnings import warn
 from fastcore.all import *
 from ..comm.rng import *
-from .shuffle import *
 from .sharding import *
 
 # %% ../../nbs/203_data.deal.ipynb #f38b4642
@@ -276,13 +275,5 @@ def order(self:Pass,
     if self.broadcast and not isinstance(idxs, list): return as_order(self.broadcast(listed(idxs), 0))
     if not self.joint: return idxs
     res = agreed(idxs)
-    if res is not idxs and not isinstance(idxs, Shuffle): self.rank_orders = idxs,res
+    if res is not idxs: self.rank_orders = idxs,res
     return res
-
-@patch
-def shuffle(self:Pass,
-    n:int, # Samples in the order
-    rng:random.Random # Generator that shuffles it
-):
-    "Return the shuffled order, or, from 2²² samples on in a pass of all ranks, a `Shuffle`, which `agreed` draws once a node"
-    return (Shuffle if n>=2**22 and self.joint and not self.broadcast else shuffled_range)(n, rng)

@@ -168,7 +168,7 @@ class Indexed(FastaiSource):
 
     def draw(self, p):
         "Return this rank's part of the order; one process alone reads a ragged rest too before it leaves it out, as the loader itself does"
-        idxs = p.order(partial(self.as_one, partial(global_order, shuffle=p.shuffle)), self.maker)
+        idxs = p.order(partial(self.as_one, global_order), self.maker)
         p.deal,done = self.deal.of(idxs),p.skip*self.deal.each
         if p.seeds: self.places = p.deal.positions(self.deal.ranks.rank)[done:]
         self.lens,self.dealt = _lengths(self.maker, idxs),p.deal

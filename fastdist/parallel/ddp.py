@@ -239,16 +239,15 @@ class Replicated(Layout):
         self.trained,(self.through,self.carry,self.uses,_),other = self.wrappers.of(learn)
         self.direct = is_direct(self.through)
         self.others.share(self.trained, learn.loss_func)
-        if other: self.norms.sync(learn.model, self.wrappers.models)
+        if other: self.norms.sync(learn.model)
         return self.wrap(learn) if self.stale else other
 
     def _make(self, trained):
-        self.norms.means.average() # DDP replaces buffers by those of rank 0
         self.norms.forget()
         left = self.left.get(trained.key)
         carrier = Carrier if left is None else partial(Carrier, n=3)
         with exchange('DistributedDataParallel, which is set up for the model'):
-            through = self.live.prepare(trained.model, carrier, running_norms(trained.model).values(), left or ())
+            through = self.live.prepare(trained.model, carrier, left or ())
             self._lay(trained.key, buckets := Buckets(through))
         return through,self.live.carry,Uses(trained.model, buckets, left),buckets
 

@@ -1,9 +1,8 @@
-"""Whole tensors of a file, read into shards, and models that no rank holds whole
+"""Whole tensors of a file, read into shards
 
 A file of plain fastai has whole tensors. In shards each rank has rows of each tensor, and a tensor with its rows alone is another type, into which a whole one cannot be copied.
 
-A model could be put together, loaded and cut again. But where the model does not fit one rank, it is never whole, and it may not have values yet: it was made on
-the meta device, which has shapes and no memory.
+A model could be put together, loaded and cut again. But where the model does not fit one rank, it is never whole.
 
 So each rank takes its rows out of each tensor that is loaded, while torch loads it. A file on the disk is mapped into memory, so that a rank reads no more of it than its rows."""
 

@@ -67,7 +67,6 @@ def before(self:ForwardPasses,
 ):
     "Begin a pass, unless one runs, and tell the unit to ranks that are told; raise `RuntimeError` where other ranks cannot make the pass"
     if torch._C._current_graph_task_id()>=0: return # computed again in a backward pass, in which FSDP gathers
-    shards.lacking.check()
     if not self.opener: self._begin(shards, i)
     if self.telling: self._tell(self.units().index((shards,i))+1)
 

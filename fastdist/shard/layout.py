@@ -14,7 +14,7 @@ __all__ = ['explain_shards', 'whole_numbers', 'Sharded']
 # %% ../../nbs/610_shard.layout.ipynb #9792b815
 import torch,traceback
 from contextlib import ExitStack,contextmanager
-from torch.distributed.tensor import DTensor,Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from fastcore.all import *
 from fastai.basics import *
@@ -57,23 +57,17 @@ def explain_shards(
     if note: add_note(e, note)
 
 # %% ../../nbs/610_shard.layout.ipynb #cc458ca1
-_aten = torch.ops.aten
-_numbers = [_aten._local_scalar_dense.default]
-if tuple(map(int, torch.__version__.split('.')[:2]))<(2,11):
-    _numbers += [_aten.sum.default,_aten.sum.dim_IntList,_aten.mean.default,_aten.mean.dim,_aten.linalg_vector_norm.default]
+_number = torch.ops.aten._local_scalar_dense.default
 _lone = ('You let rank 0 alone read a number of a tensor in shards, of which each rank has a part. HINT: a callback without rank0_only reads it on all ranks, and rank 0 logs it')
 
-class _WholeNumber:
-    "Handler of torch's dispatcher for what is computed from all parts of a DTensor"
-    def __init__(self, alone): self.alone = alone
-    def __call__(self, op, args, kwargs):
-        t,*more = args
-        if all(p.is_replicate() for p in t.placements): whole = t.to_local()
-        elif self.alone(): raise RuntimeError(_lone)
-        else:
-            with exchange('the number of a tensor in shards'): whole = t.full_tensor()
-        res = op(whole, *more, **kwargs)
-        return DTensor.from_local(res, t.device_mesh, [Replicate()]*t.device_mesh.ndim, run_check=False) if isinstance(res, Tensor) else res
+def _whole_number(alone):
+    "Return a handler of torch's dispatcher that reads the number of a DTensor from all of its parts"
+    def read(op, args, kwargs):
+        t, = args
+        if all(p.is_replicate() for p in t.placements): return op(t.to_local())
+        if alone(): raise RuntimeError(_lone)
+        with exchange('the number of a tensor in shards'): return op(t.full_tensor())
+    return read
 
 _data = torch.Tensor.data
 
@@ -88,14 +82,13 @@ def whole_numbers(
 ):
     "Let `item` and the like of a DTensor put its parts together inside this context, and `data` be set"
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    before = {o:handlers.get(o) for o in _numbers}
-    handlers.update(dict.fromkeys(_numbers, _WholeNumber(alone)))
+    before,handlers[_number] = handlers.get(_number),_whole_number(alone)
     was,DTensor.data = vars(DTensor).get('data'),property(_data.__get__, _set_data)
     try: yield
     finally:
         if was is None: del DTensor.data
         else: DTensor.data = was
-        for o,h in before.items(): handlers.pop(o) if h is None else handlers.update({o:h})
+        handlers.pop(_number) if before is None else handlers.update({_number:before})
 
 
 # %% ../../nbs/610_shard.layout.ipynb #912e8cc5
@@ -149,7 +142,7 @@ class Sharded(Layout):
         self.trained,self.shards,other = self.wrappers.of(learn)
         self.through,self.checked = learn.model,False
         self.others.share(self.trained, learn.loss_func)
-        if other: self.norms.sync(learn.model, self.wrappers.models)
+        if other: self.norms.sync(learn.model)
         return other
 
 # %% ../../nbs/610_shard.layout.ipynb #826e57bb

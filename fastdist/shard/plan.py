@@ -14,7 +14,7 @@ So the fields are read by their meaning into a small value, `ShardPlan`, which d
 __all__ = ['ShardPlan', 'shard_plan']
 
 # %% ../../nbs/600_shard.plan.ipynb #f4cf9617
-import os,re
+import os,re,torch
 from torch import nn
 from dataclasses import dataclass,fields,replace
 from accelerate.utils import DistributedDataParallelKwargs,FullyShardedDataParallelPlugin
@@ -149,7 +149,7 @@ _honoured = {'fsdp_version','sharding_strategy','reshard_after_forward','auto_wr
 _always = 'limit_all_gathers','use_orig_params','sync_module_states'
 _why = dict(backward_prefetch='FSDP2 gathers the next unit of the backward pass by itself', forward_prefetch='FSDP2 gathers the next unit of the forward pass by itself',
     limit_all_gathers='FSDP2 always limits them', use_orig_params='FSDP2 always has the original parameters', sync_module_states='ranks always begin with rank 0\'s weights',
-    param_init_fn='modules on the meta device are filled by the weights that are loaded', activation_checkpointing_offload='activations stay on their device',
+    param_init_fn='modules on the meta device are filled with the values of rank 0', activation_checkpointing_offload='activations stay on their device',
     state_dict_config='state_dict_type says how states are written', optim_state_dict_config='state_dict_type says how states are written')
 
 def _refuse_unless(usual, asked):
@@ -190,6 +190,8 @@ def _check_ddp(handlers):
     h = handler_of(handlers, DistributedDataParallelKwargs)
     if h and h!=DistributedDataParallelKwargs(): raise OptionError('kwargs_handlers', h, 'a sharded model is not in DistributedDataParallel. HINT: leave it out')
 
+_old = 'Before, it adds to numbers of tensors in shards as if each rank\'s part were the whole. HINT: pip install -U torch, or no shards'
+
 def shard_plan(
     shard:bool, # Whether the model is divided over ranks, as far as the next two do not say it
     fsdp_plugin:FullyShardedDataParallelPlugin, # How; `None` for what `env` says
@@ -203,5 +205,6 @@ def shard_plan(
     asked,detailed = _from_env(env),fsdp_plugin is not None or asks_for_fsdp(env)
     if keep and not (shard or detailed): raise OptionError('keep_sharded', keep, 'the model is not sharded. HINT: shard=True')
     if not (shard or detailed): return
+    if tuple(map(int, torch.__version__.split('.')[:2]))<(2,11): raise OptionError('torch', torch.__version__, _old, '2.11 or later for shards')
     _check_ddp(kwargs_handlers)
     return _plan(asked if fsdp_plugin is None else _from_plugin(fsdp_plugin, asked), shard, keep) if detailed else ShardPlan(keep=keep)

@@ -15,6 +15,7 @@ __all__ = ['RowCarrier', 'spread', 'fsdp_options', 'Sharder']
 # %% ../../nbs/608_shard.shard.ipynb #87ec40f5
 import torch
 from dataclasses import replace
+from itertools import chain
 from warnings import warn
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecisionPolicy,OffloadPolicy
@@ -94,9 +95,17 @@ def _reset(shards, run, *args, **kwargs):
         try: return run(*args, **kwargs)
         finally: shards.rest()
 
-def _fill(device, empty, ts):
-    for t in ts: give(t, torch.empty_like(t, device=device) if t.is_meta else t.data.to(device))
-    spread([t for t in ts if id(t) not in empty])
+def _fill(device, ts):
+    for t in ts:
+        if t.is_meta: give(t, torch.empty_like(t, device=device))
+        else: t.data = t.data.to(device)
+    spread(ts)
+
+def _check_values(model):
+    "Raise `ValueError` if rank 0 has tensors of `model` without values"
+    names = broadcast_obj([n for n,t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta])
+    if names: raise everywhere(ValueError(f'Rank 0 must have values for the whole model, got none for {", ".join(names[:3])}{f" and {len(names)-3} more" if len(names)>3 else ""}, '
+        'which were made on the meta device. HINT: make and load the model on rank 0; other ranks may make it on the meta device, and get the values of rank 0'))
 
 # %% ../../nbs/608_shard.shard.ipynb #1f23a3dc
 def _says_broken(line):
@@ -142,21 +151,20 @@ class Sharder:
     ):
         "Put `model` in shards, with rank 0's values"
         check_alike(model_facts(model))
-        empty = broadcast_obj([n for n,t in named_tensors(model).items() if t.is_meta])
+        _check_values(model)
         res,whole = self._shards(model)
         self.models[model] = res
-        fill = partial(_fill, self.job.world.device, {id(t) for n,t in named_tensors(model).items() if n in empty})
+        fill = partial(_fill, self.job.world.device)
         with exchange('the model, which is cut into shards'):
             res.put_on(self.mesh, fill, self.own)
             fill([*whole,*model.buffers()])
-        self._attend(res, empty)
+        self._attend(res)
         with exchange('the model, which all ranks have cut'): pass
 
 # %% ../../nbs/608_shard.shard.ipynb #3e28f6de
 @patch
-def _attend(self:Sharder, shards, empty):
-    "Let `shards`, of which tensors may be `empty`, read whole tensors; see forward passes of the model, and calls of its `reset`"
-    shards.lacking = Lacking(shards.model, empty)
+def _attend(self:Sharder, shards):
+    "Let `shards` read whole tensors; see forward passes of the model, and calls of its `reset`"
     read_whole(shards)
     if self.plan.full_state: give_whole(shards.model)
     shards.model.register_state_dict_pre_hook(_says_broken(self.job.line))
@@ -213,6 +221,5 @@ def renew(self:Sharder, learn):
 def _again(self:Sharder, learn):
     with self.opts.resharded(learn.opt), exchange('the model, which is cut into shards again'):
         for s in self.models.values():
-            left = s.lacking.names()
             s.renew(self.mesh, self.own)
-            self._attend(s, left)
+            self._attend(s)

@@ -213,10 +213,8 @@ def _sent(src, p, shape):
 def _restore(self:Unsharder, learn, params, state):
     self.opts.take_back(learn.opt, state)
     for s in self.models.values():
-        values,left = {id(q):params[p] for p,q in [*s.params.items(), *s.kept.items()] if p in params},s.lacking.names()
+        values = {id(q):params[p] for p,q in [*s.params.items(), *s.kept.items()] if p in params}
         s.take_off(lambda q: values.get(id(q)))
-        for n,t in named_tensors(s.model).items():
-            if n in left: give(t, torch.empty_like(t, device='meta'))
     self.models.clear()
 
 # %% ../../nbs/609_shard.unshard.ipynb #3e10c5dc
@@ -235,7 +233,6 @@ class ShardFiles(LayoutFiles):
     def whole(self, learn):
         "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
         self.models.rest()
-        for s in self.models.values(): s.lacking.check()
         with exchange('the model, which rank 0 puts together'): params,state = self.unsharder.gathered(learn, 0, lambda t: t if t is None else t.cpu())
         with ExitStack() as stack:
             if not self.unsharder.job.world.rank:

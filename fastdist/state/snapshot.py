@@ -197,7 +197,19 @@ def same_value(
         with torch._C.DisableTorchFunctionSubclass(): return a.dtype==b.dtype and a.shape==b.shape and torch.equal(a.cpu(), b.cpu()) # 15 times as fast for fastai's classes
     return np.array_equal(a, b) if isinstance(a, np.ndarray) else a==b
 
+# %% ../../nbs/402_state.snapshot.ipynb #f3fbe752
+def _fit_buffers(model, snap):
+    "Give `model` the buffers of `snap` that it lacks, or has in another shape, as one that a forward pass registers"
+    mods,params = dict(model.named_modules()),{n for n,_ in model.named_parameters(remove_duplicate=False)}
+    device = first(t.device for t in chain(model.parameters(), model.buffers()))
+    for n,v in (snap['model']|snap.get('buffers', {})).items():
+        owner,_,name = n.rpartition('.')
+        if n in params or name=='_extra_state' or owner not in mods: continue
+        mine = mods[owner]._buffers.get(name)
+        if mine is None or mine.shape!=v.shape: mods[owner].register_buffer(name, torch.empty_like(v, device=device), persistent=n in snap['model'])
+
 def _restore_model(model, snap):
+    _fit_buffers(model, snap)
     mods,tensors = dict(model.named_modules()),dict(model.named_parameters())|dict(model.named_buffers())
     for n,v in snap['model'].items():
         if n in tensors and tensors[n].dtype!=v.dtype: tensors[n].data = tensors[n].data.to(v.dtype)
