@@ -63,6 +63,124 @@ class Accelerator(RankAccelerator):
         engine = engine_of(nprocs, hosts, engine, python, compute_setup=='cpu' or bool(kwargs.get('cpu')))
         super().__init__(nprocs, compute_setup=compute_setup, log_setup=log_setup, backend=backend, dtype=dtype, engine=engine, **kwargs)
 
+    def is_class_method(self,
+        fun:callable, # A function or method
+        args:tuple=() # What it will be called with
+    )->bool:
+        "Return whether `fun` is a method: bound to an object, or of the class of the first of `args`"
+        return self._instance(fun, args) is not None
+
+    def _instance(self, fun, args):
+        while isinstance(fun, partial): fun,args = fun.func,(*fun.args,*args)
+        if inspect.ismethod(fun): return fun.__self__
+        if args and inspect.isfunction(fun) and inspect.getattr_static(type(args[0]), fun.__name__, None) is fun: return args[0]
+
+    @contextmanager
+    def _training(self, instance):
+        "Let contexts of Learners have this object's options; put `instance`, if it is a Learner, in one"
+        with self.running(), instance.distrib_ctx() if isinstance(instance, Learner) else nullcontext(): yield
+
+    def worker(self,
+        rank:int, # This process's rank; `None` for what the launcher says
+        instance, # Object that `fun` is a method of, or `None`
+        fun:callable, # Called with `args` and `kwargs`
+        args:tuple=(), # For `fun`
+        kwargs:dict=None # For `fun`
+    ): # What `fun` returns, models and optimizers without wrappers
+        "Join the job, call `fun`, leave the job"
+        mine = self.setup_process(rank)
+        try:
+            with self._training(instance): return unwrapped(fun(*args, **(kwargs or {})))
+        finally: mine and self.finalize()
+
+    def distribute(self,
+        fun:callable, # A function, or a method of a Learner or another object with `model` and `optimizer`; lambdas and functions of a notebook too
+        start:str='spawn', # 'spawn' for processes that have nothing from this one, 'fork' for copies of it
+        all_ranks:bool=False, # Whether to return a list of what each rank returned, in rank order, instead of rank 0's
+        show_all:bool=False, # Whether to show what all ranks print, instead of rank 0's
+        detach=False # Whether a process of its own is the head, which outlives this one; a text is the job's name. The function returns a `DetachedJob` then
+    )->callable:
+        "Return a function that calls `fun` on all ranks and returns what rank 0's returned; the Learners that it has are trained afterwards"
+        check_callable(fun, 'distribute', 'distribute(learn.fit)(1)')
+        check_choice('start', start, ('spawn','fork'))
+        if detach: return partial(self._detached, fun, detach, dict(all_ranks=all_ranks, show_all=show_all))
+        @wraps(fun)
+        def run(*args, **kwargs):
+            instance = self._instance(fun, args)
+            if instance is not None and not is_trainable(instance): instance = None
+            if isinstance(instance, Learner): self.learner_options()
+            try:
+                if self.in_head: res = self._from_head(instance, fun, args, kwargs, start, all_ranks, show_all)
+                else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
+            except RankError as e: raise e.with_traceback(None)
+            return TrainedPair(model_and_opt(instance)) if instance is not None and res is None else res
+        return run
+
+    def _held(self, instance, fun, args, kwargs, start):
+        "Return the objects that `fun` could train: `instance` first, then those that it has"
+        call = partial(fun, *args, **kwargs)
+        res,all_ = found(call, _trains, start=='fork'),found(call, _trains, True)
+        other = [k for k,o in all_.items() if not any(o is v for v in res.values())]
+        if other: warn(f'You distribute {getattr(fun, "__name__", fun)}, which uses {", ".join(other)} of a module that each rank imports anew, so what trains there is not what this process has. '
+            'HINT: give it as an argument')
+        return ([instance] if instance is not None else []) + [o for o in res.values() if o is not instance]
+
+    def _from_head(self, instance, fun, args, kwargs, start, all_ranks, show_all):
+        "Start ranks that call `fun`, and write what they trained into what `fun` has"
+        if start=='fork' and self._engine: raise OptionError('start', 'fork', 'ranks on other machines are no copies of this process. HINT: leave it out')
+        if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
+        held = self._held(instance, fun, args, kwargs, start)
+        cbs = _callbacks(partial(fun, *args, **kwargs), held, start=='fork')
+        start_all = partial(start_on, self._engine) if self._engine else start_ranks
+        res = start_all(partial(_in_rank, self, fun, args, kwargs, held, cbs, instance is not None), self._nprocs, start, all_ranks, show_all)
+        all_ = res if all_ranks else [res]
+        values = [o for o,*_ in all_] if held or cbs else all_
+        if held: come_home(*zip(held, [s | dict(returned=values) for s in all_[0][1]]))
+        for cb,kept in zip(cbs, all_[0][2] if cbs else []): set_attributes(cb, kept)
+        for o in values:
+            if isinstance(o, _Unsent): raise TypeError(f'{o.why}. What trained has come home')
+        return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
+
+    def _detached(self, fun, name, options, *args, **kwargs):
+        "Start a process that distributes `fun`, and return its job"
+        if this_world().source!='one process': raise OptionError('detach', name, f'{this_world().source} has started this process, and ends it. HINT: leave it to the launcher')
+        called = getattr(fun, '__qualname__', None) or type(fun).__name__
+        name = name if isinstance(name, str) else f'{called.rpartition(".")[2].strip("<>")}-{time.strftime("%m%d-%H%M%S")}'
+        instance = self._instance(fun, args)
+        held = self._held(instance if instance is not None and is_trainable(instance) else None, fun, args, kwargs, 'spawn')
+        cbs = _callbacks(partial(fun, *args, **kwargs), held, False)
+        head = partial(_be_head, self, self._engine, fun, args, kwargs, options, held, cbs)
+        return DetachedJob(start_detached(head, name, called), partial(_brought_home, held, cbs))
+
+    @classmethod
+    def attach(cls,
+        name:str # Of a job that was detached
+    )->DetachedJob: # Its `result` takes the Learners that take on what it trained
+        "Return the job `name` of this user, which any process of this machine may have started"
+        return DetachedJob(find_folder(name, os.environ), partial(_brought_home, [], []))
+
+    def _in_place(self, instance, fun, args, kwargs, all_ranks):
+        "Call `fun` on this rank, and return what rank 0's returned"
+        mine = self.world.size>1 and self.setup_process()
+        try:
+            if self.world.size==1 and instance is None:
+                with self.running(): res = fun(*args, **kwargs)
+            else: res = self.worker(None, instance, fun, args, kwargs)
+            if self.world.size==1: return [res] if all_ranks and res is not None else res
+            return self._shared(res, all_ranks)
+        finally: mine and self.finalize()
+
+    def _shared(self, res, all_ranks):
+        "Return rank 0's `res`, or the list of all, on all ranks"
+        mine = self.rank==0 or all_ranks
+        try: o = dumps(res) if mine else None
+        except Exception as e: o = e
+        found = gather_objs(o) if all_ranks else [self.broadcast(o)]
+        for o in found:
+            if isinstance(o, Exception): raise o
+        if not all_ranks: return res if mine else pickle.loads(found[0])
+        return None if all(pickle.loads(o) is None for o in found) else list(map(pickle.loads, found))
+
 def engine_of(
     nprocs:int, # As for `Accelerator`, and so for the others
     hosts:list=None, engine=None, python:str=None,
@@ -78,43 +196,6 @@ def engine_of(
     res = SSHHosts(hosts, python)
     deal(nprocs, res.places)
     return res
-
-# %% ../nbs/902_accelerator.ipynb #ad0b4645
-@patch
-def is_class_method(self:Accelerator,
-    fun:callable, # A function or method
-    args:tuple=() # What it will be called with
-)->bool:
-    "Return whether `fun` is a method: bound to an object, or of the class of the first of `args`"
-    return self._instance(fun, args) is not None
-
-@patch
-def _instance(self:Accelerator, fun, args):
-    while isinstance(fun, partial): fun,args = fun.func,(*fun.args,*args)
-    if inspect.ismethod(fun): return fun.__self__
-    if args and inspect.isfunction(fun) and inspect.getattr_static(type(args[0]), fun.__name__, None) is fun: return args[0]
-
-# %% ../nbs/902_accelerator.ipynb #32e3fdd7
-@patch
-@contextmanager
-def _training(self:Accelerator, instance):
-    "Let contexts of Learners have this object's options; put `instance`, if it is a Learner, in one"
-    with self.running(), instance.distrib_ctx() if isinstance(instance, Learner) else nullcontext(): yield
-
-# %% ../nbs/902_accelerator.ipynb #a2c01e55
-@patch
-def worker(self:Accelerator,
-    rank:int, # This process's rank; `None` for what the launcher says
-    instance, # Object that `fun` is a method of, or `None`
-    fun:callable, # Called with `args` and `kwargs`
-    args:tuple=(), # For `fun`
-    kwargs:dict=None # For `fun`
-): # What `fun` returns, models and optimizers without wrappers
-    "Join the job, call `fun`, leave the job"
-    mine = self.setup_process(rank)
-    try:
-        with self._training(instance): return unwrapped(fun(*args, **(kwargs or {})))
-    finally: mine and self.finalize()
 
 # %% ../nbs/902_accelerator.ipynb #bf8395d3
 def unwrapped(
@@ -142,47 +223,12 @@ class TrainedPair(tuple):
     "The pair of a model and an optimizer, which a notebook shows in one line"
     def __repr__(self): return f'({", ".join(type(o).__name__ for o in self)})'
 
-# %% ../nbs/902_accelerator.ipynb #b96f6121
-@patch
-def distribute(self:Accelerator,
-    fun:callable, # A function, or a method of a Learner or another object with `model` and `optimizer`; lambdas and functions of a notebook too
-    start:str='spawn', # 'spawn' for processes that have nothing from this one, 'fork' for copies of it
-    all_ranks:bool=False, # Whether to return a list of what each rank returned, in rank order, instead of rank 0's
-    show_all:bool=False, # Whether to show what all ranks print, instead of rank 0's
-    detach=False # Whether a process of its own is the head, which outlives this one; a text is the job's name. The function returns a `DetachedJob` then
-)->callable:
-    "Return a function that calls `fun` on all ranks and returns what rank 0's returned; the Learners that it has are trained afterwards"
-    check_callable(fun, 'distribute', 'distribute(learn.fit)(1)')
-    check_choice('start', start, ('spawn','fork'))
-    if detach: return partial(self._detached, fun, detach, dict(all_ranks=all_ranks, show_all=show_all))
-    @wraps(fun)
-    def run(*args, **kwargs):
-        instance = self._instance(fun, args)
-        if instance is not None and not is_trainable(instance): instance = None
-        if isinstance(instance, Learner): self.learner_options()
-        try:
-            if self.in_head: res = self._from_head(instance, fun, args, kwargs, start, all_ranks, show_all)
-            else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
-        except RankError as e: raise e.with_traceback(None)
-        return TrainedPair(model_and_opt(instance)) if instance is not None and res is None else res
-    return run
-
 # %% ../nbs/902_accelerator.ipynb #702a0001
 def _trains(o):
     "Return whether `o` has a model and an optimizer among its own attributes"
     if issubclass(type(o), Learner): return True
     own = getattr(o, '__dict__', None)
     return isinstance(own, dict) and 'optimizer' in own and issubclass(type(own.get('model')), nn.Module)
-
-@patch
-def _held(self:Accelerator, instance, fun, args, kwargs, start):
-    "Return the objects that `fun` could train: `instance` first, then those that it has"
-    call = partial(fun, *args, **kwargs)
-    res,all_ = found(call, _trains, start=='fork'),found(call, _trains, True)
-    other = [k for k,o in all_.items() if not any(o is v for v in res.values())]
-    if other: warn(f'You distribute {getattr(fun, "__name__", fun)}, which uses {", ".join(other)} of a module that each rank imports anew, so what trains there is not what this process has. '
-        'HINT: give it as an argument')
-    return ([instance] if instance is not None else []) + [o for o in res.values() if o is not instance]
 
 def _callbacks(call, held, by_name):
     "Return the callbacks that `call` has: the user's that are on Learners, and all others"
@@ -191,23 +237,6 @@ def _callbacks(call, held, by_name):
     return list({id(o):o for o in [*own, *found(call, lambda o: is_cb(o) or _trains(o), by_name).values()] if is_cb(o)}.values())
 
 # %% ../nbs/902_accelerator.ipynb #e3092655
-@patch
-def _from_head(self:Accelerator, instance, fun, args, kwargs, start, all_ranks, show_all):
-    "Start ranks that call `fun`, and write what they trained into what `fun` has"
-    if start=='fork' and self._engine: raise OptionError('start', 'fork', 'ranks on other machines are no copies of this process. HINT: leave it out')
-    if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
-    held = self._held(instance, fun, args, kwargs, start)
-    cbs = _callbacks(partial(fun, *args, **kwargs), held, start=='fork')
-    start_all = partial(start_on, self._engine) if self._engine else start_ranks
-    res = start_all(partial(_in_rank, self, fun, args, kwargs, held, cbs, instance is not None), self._nprocs, start, all_ranks, show_all)
-    all_ = res if all_ranks else [res]
-    values = [o for o,*_ in all_] if held or cbs else all_
-    if held: come_home(*zip(held, [s | dict(returned=values) for s in all_[0][1]]))
-    for cb,kept in zip(cbs, all_[0][2] if cbs else []): set_attributes(cb, kept)
-    for o in values:
-        if isinstance(o, _Unsent): raise TypeError(f'{o.why}. What trained has come home')
-    return None if instance is not None and values[0] is None else list(values) if all_ranks else values[0]
-
 def _in_rank(acc, fun, args, kwargs, held, cbs, first_is_instance, rank):
     was,kept = (None,None) if rank else (_Before(fun, args, kwargs, held),Kept(cbs))
     res = acc.worker(rank, held[0] if first_is_instance else None, fun, args, kwargs)
@@ -246,18 +275,6 @@ def _sendable(o):
     return o
 
 # %% ../nbs/902_accelerator.ipynb #4dad9adb
-@patch
-def _detached(self:Accelerator, fun, name, options, *args, **kwargs):
-    "Start a process that distributes `fun`, and return its job"
-    if this_world().source!='one process': raise OptionError('detach', name, f'{this_world().source} has started this process, and ends it. HINT: leave it to the launcher')
-    called = getattr(fun, '__qualname__', None) or type(fun).__name__
-    name = name if isinstance(name, str) else f'{called.rpartition(".")[2].strip("<>")}-{time.strftime("%m%d-%H%M%S")}'
-    instance = self._instance(fun, args)
-    held = self._held(instance if instance is not None and is_trainable(instance) else None, fun, args, kwargs, 'spawn')
-    cbs = _callbacks(partial(fun, *args, **kwargs), held, False)
-    head = partial(_be_head, self, self._engine, fun, args, kwargs, options, held, cbs)
-    return DetachedJob(start_detached(head, name, called), partial(_brought_home, held, cbs))
-
 def _be_head(acc, engine, fun, args, kwargs, options, held, cbs):
     "Distribute `fun`; return its result and what it trained"
     acc._engine,kept = engine,Kept(cbs)
@@ -273,37 +290,3 @@ def _brought_home(held, cbs, found, into):
     if into and len(into)!=len(states): raise ValueError(f'You bring home {len(into)} objects, but the job has trained {len(states)}. HINT: as many, in the order in which its function has them')
     if into: come_home(*zip(into, states))
     return TrainedPair(model_and_opt(into[0])) if into and is_pair else res
-
-# %% ../nbs/902_accelerator.ipynb #842fc22e
-@patch(cls_method=True)
-def attach(cls:Accelerator,
-    name:str # Of a job that was detached
-)->DetachedJob: # Its `result` takes the Learners that take on what it trained
-    "Return the job `name` of this user, which any process of this machine may have started"
-    return DetachedJob(find_folder(name, os.environ), partial(_brought_home, [], []))
-
-# %% ../nbs/902_accelerator.ipynb #35bcad78
-@patch
-def _in_place(self:Accelerator, instance, fun, args, kwargs, all_ranks):
-    "Call `fun` on this rank, and return what rank 0's returned"
-    mine = self.world.size>1 and self.setup_process()
-    try:
-        if self.world.size==1 and instance is None:
-            with self.running(): res = fun(*args, **kwargs)
-        else: res = self.worker(None, instance, fun, args, kwargs)
-        if self.world.size==1: return [res] if all_ranks and res is not None else res
-        return self._shared(res, all_ranks)
-    finally: mine and self.finalize()
-
-# %% ../nbs/902_accelerator.ipynb #064633ed
-@patch
-def _shared(self:Accelerator, res, all_ranks):
-    "Return rank 0's `res`, or the list of all, on all ranks"
-    mine = self.rank==0 or all_ranks
-    try: o = dumps(res) if mine else None
-    except Exception as e: o = e
-    found = gather_objs(o) if all_ranks else [self.broadcast(o)]
-    for o in found:
-        if isinstance(o, Exception): raise o
-    if not all_ranks: return res if mine else pickle.loads(found[0])
-    return None if all(pickle.loads(o) is None for o in found) else list(map(pickle.loads, found))

@@ -73,6 +73,31 @@ class Report:
         self.ok = self.ok and finding.ok
         self.say(finding)
 
+    def failure(self,
+        e:Exception # Raised on this rank
+    )->Finding:
+        "Return a finding with the message of `e` in one line"
+        rank,text = (e.rank,e.msg) if isinstance(e, RankError) else (self.world.rank,f'{type(e).__name__}: {e}')
+        text,_,hint = _gist(text).partition(' HINT: ')
+        return Finding(self.doing, f'rank {rank} failed: {text}', hint or _no_answer)
+
+    def _last_words(self, e):
+        "Print what `e` says, on rank 0 if that is there: launchers end rank 0 as soon as another rank ends, so the others wait until it has printed"
+        store = PrefixStore('check', job_store(self.world)) if self.joined and self.world.size>1 else None
+        with suppress(TimeoutError, RuntimeError):
+            if store and self.world.rank: return awaited(store, 'said', timeout=5)
+        print(self.failure(e), flush=True)
+        with suppress(RuntimeError):
+            if store: store.set('said', '1')
+
+    @contextmanager
+    def explained(self):
+        "Add an error inside the context as a finding, and raise it"
+        try: yield
+        except Exception as e:
+            self._last_words(e)
+            raise
+
 # %% ../nbs/904_check.ipynb #e713c1b2
 _no_answer = ('the traceback says where. If it speaks of time or of connections, ranks do not reach each other: let firewalls pass all ports between nodes, '
     'and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that they share')
@@ -83,37 +108,6 @@ def _gist(msg):
     flush = [i for i,o in enumerate(lines) if o and not o[0].isspace()]
     lines = lines[flush[-1]:] if flush and 'Traceback (most recent call last)' in msg else [lines[i] for i in flush]
     return ' '.join(' '.join(lines).split())
-
-# %% ../nbs/904_check.ipynb #856e5a64
-@patch
-def failure(self:Report,
-    e:Exception # Raised on this rank
-)->Finding:
-    "Return a finding with the message of `e` in one line"
-    rank,text = (e.rank,e.msg) if isinstance(e, RankError) else (self.world.rank,f'{type(e).__name__}: {e}')
-    text,_,hint = _gist(text).partition(' HINT: ')
-    return Finding(self.doing, f'rank {rank} failed: {text}', hint or _no_answer)
-
-# %% ../nbs/904_check.ipynb #4e50df6d
-@patch
-def _last_words(self:Report, e):
-    "Print what `e` says, on rank 0 if that is there: launchers end rank 0 as soon as another rank ends, so the others wait until it has printed"
-    store = PrefixStore('check', job_store(self.world)) if self.joined and self.world.size>1 else None
-    with suppress(TimeoutError, RuntimeError):
-        if store and self.world.rank: return awaited(store, 'said', timeout=5)
-    print(self.failure(e), flush=True)
-    with suppress(RuntimeError):
-        if store: store.set('said', '1')
-
-# %% ../nbs/904_check.ipynb #50e30647
-@patch
-@contextmanager
-def explained(self:Report):
-    "Add an error inside the context as a finding, and raise it"
-    try: yield
-    except Exception as e:
-        self._last_words(e)
-        raise
 
 # %% ../nbs/904_check.ipynb #f3a890da
 @contextmanager

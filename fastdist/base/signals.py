@@ -81,20 +81,17 @@ class SharedSignal:
         _action(self.signum, action)
         self.found.pop()
 
-# %% ../../nbs/004_base.signals.ipynb #1759c023
-@patch
-def _called(self:SharedSignal, signum, frame):
-    if self.handle(signum, frame) or not self.found: return
-    top = self.found.pop()
-    try: callable(top[0]) and top[0](signum, frame)
-    finally: self.found.append(top)
+    def _called(self, signum, frame):
+        if self.handle(signum, frame) or not self.found: return
+        top = self.found.pop()
+        try: callable(top[0]) and top[0](signum, frame)
+        finally: self.found.append(top)
 
-@patch
-def send(self:SharedSignal,
-    ident:int # Of the main thread
-):
-    "Send the signal to a thread of this process"
-    if self.signum is not None: signal.pthread_kill(ident, self.signum)
+    def send(self,
+        ident:int # Of the main thread
+    ):
+        "Send the signal to a thread of this process"
+        if self.signum is not None: signal.pthread_kill(ident, self.signum)
 
 # %% ../../nbs/004_base.signals.ipynb #7130ae66
 _mask = threading.local() # of the thread that forks

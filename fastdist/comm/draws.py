@@ -137,63 +137,55 @@ class Patterns:
         if len(found)!=1: return self._at_site(shape, n, bool(found))
         return self.known.setdefault((shape, n), found.pop())
 
+    def _by_rows(self, where):
+        who = self.lines.get(where, 'a callback, a transform or the model')
+        return SeedError(f'You set a seed, and {who} draws otherwise where a batch has another number of samples, so that ranks, which have a part of it each, do not draw what one process draws', _hint_rows)
+
+    def _check_loops(self, a, n, b, m):
+        "Return `False`; raise `SeedError` where something is drawn once for each row"
+        a,b = (Counter(o for o,_ in l) for l in (a,b))
+        for o in a:
+            if a[o]*m==b[o]*n or o[-1]=='numbers' and a[o]!=b[o]: raise self._by_rows(o)
+        return False
+
+    def _at_site(self, shape, n, several):
+        "Return the rule by who draws, where patterns do not tell"
+        mine = self.of_site.get(where := site(self.names), ())
+        if None in mine: return
+        found = {rule_of(p) for p in mine if shape_for(p, n)==shape} or {r for p in mine if len(p)==len(shape) and (r := rule_of(p)) and shape[r[0]]==n*r[1]}
+        if len(found)==1: return found.pop()
+        if several or found or any(len(p)==len(shape) and rule_of(p) for p in mine) or (pattern := self._by_shape(shape, n)) is None: return
+        self.guesses[where] = pattern,shape,n
+        self.add(where, pattern)
+        return rule_of(pattern)
+
+    def _by_shape(self, shape, n):
+        "Return the pattern of a draw that no trial has seen; `None` where the shape does not tell"
+        lead,later = bool(shape) and shape[0]%n==0,n in shape[1:]
+        if not (lead or later): return shape
+        if n>1 and shape[0]==n and (shape in self.inputs or not later) and shape not in self.weights: return (-1,*shape[1:])
+
+    @contextmanager
+    def doubted(self):
+        "Return a context manager for a trial of what has drawn by guessed patterns; raise `SeedError` where one was wrong"
+        guesses,self.guesses = self.guesses,{}
+        for where in guesses: self.of_site.pop(where, None)
+        try: yield
+        finally:
+            unseen = {k:v for k,v in guesses.items() if k not in self.of_site}
+            for k,v in unseen.items(): self.add(k, v[0])
+            self.guesses.update(unseen)
+        for where,(p,shape,n) in guesses.items():
+            seen = {rule_of(o) for o in self.of_site[where] if o is not None and shape_for(o, n)==shape}
+            if where not in unseen and rule_of(p) not in seen: raise self._by_rows(where)
+
+    def settle(self):
+        "Forget the guesses of a step; raise `SeedError` where a draw may be for the batch in another dimension"
+        guesses,self.guesses = self.guesses,{}
+        for where,(p,shape,n) in guesses.items():
+            if n>1 and not rule_of(p) and shape not in self.weights and any(o and o%n==0 for o in shape[1:]): raise self._by_rows(where)
+
 _hint_rows = 'draw for all samples of the batch at once by torch, or by NumPy in the form np.random.normal(...), since a name that was imported from numpy.random is not seen, with the batch in the first dimension'
-
-@patch
-def _by_rows(self:Patterns, where):
-    who = self.lines.get(where, 'a callback, a transform or the model')
-    return SeedError(f'You set a seed, and {who} draws otherwise where a batch has another number of samples, so that ranks, which have a part of it each, do not draw what one process draws', _hint_rows)
-
-@patch
-def _check_loops(self:Patterns, a, n, b, m):
-    "Return `False`; raise `SeedError` where something is drawn once for each row"
-    a,b = (Counter(o for o,_ in l) for l in (a,b))
-    for o in a:
-        if a[o]*m==b[o]*n or o[-1]=='numbers' and a[o]!=b[o]: raise self._by_rows(o)
-    return False
-
-# %% ../../nbs/116_comm.draws.ipynb #b772927d
-@patch
-def _at_site(self:Patterns, shape, n, several):
-    "Return the rule by who draws, where patterns do not tell"
-    mine = self.of_site.get(where := site(self.names), ())
-    if None in mine: return
-    found = {rule_of(p) for p in mine if shape_for(p, n)==shape} or {r for p in mine if len(p)==len(shape) and (r := rule_of(p)) and shape[r[0]]==n*r[1]}
-    if len(found)==1: return found.pop()
-    if several or found or any(len(p)==len(shape) and rule_of(p) for p in mine) or (pattern := self._by_shape(shape, n)) is None: return
-    self.guesses[where] = pattern,shape,n
-    self.add(where, pattern)
-    return rule_of(pattern)
-
-@patch
-def _by_shape(self:Patterns, shape, n):
-    "Return the pattern of a draw that no trial has seen; `None` where the shape does not tell"
-    lead,later = bool(shape) and shape[0]%n==0,n in shape[1:]
-    if not (lead or later): return shape
-    if n>1 and shape[0]==n and (shape in self.inputs or not later) and shape not in self.weights: return (-1,*shape[1:])
-
-# %% ../../nbs/116_comm.draws.ipynb #15e96718
-@patch
-@contextmanager
-def doubted(self:Patterns):
-    "Return a context manager for a trial of what has drawn by guessed patterns; raise `SeedError` where one was wrong"
-    guesses,self.guesses = self.guesses,{}
-    for where in guesses: self.of_site.pop(where, None)
-    try: yield
-    finally:
-        unseen = {k:v for k,v in guesses.items() if k not in self.of_site}
-        for k,v in unseen.items(): self.add(k, v[0])
-        self.guesses.update(unseen)
-    for where,(p,shape,n) in guesses.items():
-        seen = {rule_of(o) for o in self.of_site[where] if o is not None and shape_for(o, n)==shape}
-        if where not in unseen and rule_of(p) not in seen: raise self._by_rows(where)
-
-@patch
-def settle(self:Patterns):
-    "Forget the guesses of a step; raise `SeedError` where a draw may be for the batch in another dimension"
-    guesses,self.guesses = self.guesses,{}
-    for where,(p,shape,n) in guesses.items():
-        if n>1 and not rule_of(p) and shape not in self.weights and any(o and o%n==0 for o in shape[1:]): raise self._by_rows(where)
 
 # %% ../../nbs/116_comm.draws.ipynb #73b29035
 class StepDraws:
@@ -250,6 +242,40 @@ class StepDraws:
         if self.counts: self.count[op,shape[:res[0]]+(-res[1],)+shape[res[0]+1:] if res else shape] += 1
         return res
 
+    def check_permutation(self,
+        op:str, # What draws it
+        n:int # Its length
+    ):
+        "Raise `SeedError` where a rank permutes the rows of its batch"
+        _,mine,total = self.at
+        if mine!=total and mine and n in (mine,total) and self.patterns.rule((n,), mine)!=(): raise _untold(op, (n,), mine)
+
+    @contextmanager
+    def only_raw(self):
+        "Return a context manager in which draws are not looked at"
+        was,self.raw = self.raw,True
+        try: yield
+        finally: self.raw = was
+
+    @contextmanager
+    def installed(self,
+        *keys # Of the dispatcher: 'CPU', 'CUDA'
+    ):
+        "Return a context manager in which torch's draws come here"
+        lib = torch.library.Library('aten', 'IMPL')
+        _installed.add(self)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore') # that a kernel has another in its place is meant
+                for key in keys:
+                    for op in drawing_ops(key):
+                        if op not in _harmless: lib.impl(op, _taking(self, op, key), key, with_keyset=True)
+                    for op in _fused: lib.impl(op, _apart(self, op, f'Autograd{key}'), f'Autograd{key}', with_keyset=True)
+            yield self
+        finally:
+            _installed.discard(self)
+            lib._destroy()
+
 # %% ../../nbs/116_comm.draws.ipynb #323ba454
 _permuting = 'randperm','permutation','shuffle'
 
@@ -258,15 +284,6 @@ def _untold(op, shape, n):
     hint = ('leave it to MixUp or CutMix, which exchange the batch, or draw partners in the data set' if op.endswith(_permuting) else
         'draw with the batch in the first dimension, or take another batch size, in which no other dimension has as many rows')
     return SeedError(f'You set a seed, and {line_now()} draws {what} by {op} in a batch of which this rank has {n} of all samples, so that it cannot be told which of them are whose', hint)
-
-@patch
-def check_permutation(self:StepDraws,
-    op:str, # What draws it
-    n:int # Its length
-):
-    "Raise `SeedError` where a rank permutes the rows of its batch"
-    _,mine,total = self.at
-    if mine!=total and mine and n in (mine,total) and self.patterns.rule((n,), mine)!=(): raise _untold(op, (n,), mine)
 
 # %% ../../nbs/116_comm.draws.ipynb #e4ba890e
 def _rows_of(d, rule, shape):
@@ -370,14 +387,6 @@ _kinds = dict.fromkeys(_filling, _in_place) | {'bernoulli_.float':_mask, 'bernou
     'randperm.generator_out':_permutation} | dict.fromkeys(['poisson','binomial','_standard_gamma','_sample_dirichlet'], _by_value) | dict.fromkeys(['normal.Tensor_float','normal.float_Tensor','normal.Tensor_Tensor'], _normal)
 _harmless = '_fused_sdp_choice',
 
-@patch
-@contextmanager
-def only_raw(self:StepDraws):
-    "Return a context manager in which draws are not looked at"
-    was,self.raw = self.raw,True
-    try: yield
-    finally: self.raw = was
-
 # %% ../../nbs/116_comm.draws.ipynb #81050285
 def _default_of(x): return torch.cuda.default_generators[x.device.index or 0] if isinstance(x, torch.Tensor) and x.is_cuda else torch.default_generator
 
@@ -426,26 +435,6 @@ def _apart(d, op, key):
 
 # %% ../../nbs/116_comm.draws.ipynb #ed8dabb9
 _installed = WeakSet() # the `StepDraws` that have the place of torch's kernels
-
-@patch
-@contextmanager
-def installed(self:StepDraws,
-    *keys # Of the dispatcher: 'CPU', 'CUDA'
-):
-    "Return a context manager in which torch's draws come here"
-    lib = torch.library.Library('aten', 'IMPL')
-    _installed.add(self)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore') # that a kernel has another in its place is meant
-            for key in keys:
-                for op in drawing_ops(key):
-                    if op not in _harmless: lib.impl(op, _taking(self, op, key), key, with_keyset=True)
-                for op in _fused: lib.impl(op, _apart(self, op, f'Autograd{key}'), f'Autograd{key}', with_keyset=True)
-        yield self
-    finally:
-        _installed.discard(self)
-        lib._destroy()
 
 @contextmanager
 def drawing_as_ever():

@@ -44,43 +44,33 @@ class NodeRelays(Star):
         relays = w.size>self.most and w.num_nodes>1 and w.local_rank==0
         return *self.control.listen(w, w.local_size+w.num_nodes-2 if relays else None),w.node_rank if relays else None
 
-# %% ../../nbs/113_comm.relay.ipynb #5331701a
-@patch
-def find(self:NodeRelays, store, key, wait):
-    "Return the address of the control connection's `parent`; the first rank of a node listens for its node"
-    w = self.control.world
-    *hub,node = json.loads(awaited(store, key, wait.for_rank(w.rank)))
-    if node in (None, w.node_rank) or w.local_size<2: return hub
-    self.leads,key = w.local_rank==0,f'node{w.node_rank}/{key}'
-    if self.leads: store.set(key, json.dumps((w.rank, *self.control.listen(replace(w, num_nodes=1), w.local_size-1))))
-    else: self.control.parent,*hub = json.loads(awaited(store, key, wait.for_rank(w.rank, f'the first rank of node {w.node_rank}')))
-    return hub
+    def find(self, store, key, wait):
+        "Return the address of the control connection's `parent`; the first rank of a node listens for its node"
+        w = self.control.world
+        *hub,node = json.loads(awaited(store, key, wait.for_rank(w.rank)))
+        if node in (None, w.node_rank) or w.local_size<2: return hub
+        self.leads,key = w.local_rank==0,f'node{w.node_rank}/{key}'
+        if self.leads: store.set(key, json.dumps((w.rank, *self.control.listen(replace(w, num_nodes=1), w.local_size-1))))
+        else: self.control.parent,*hub = json.loads(awaited(store, key, wait.for_rank(w.rank, f'the first rank of node {w.node_rank}')))
+        return hub
 
-# %% ../../nbs/113_comm.relay.ipynb #cb4480b3
-@patch
-def joined(self:NodeRelays, rank):
-    "Tell rank 0 that this rank relays for `rank`"
-    if self.leads and rank!=self.control.parent: self.control.tell_rank0('leads', ranks=[rank])
+    def joined(self, rank):
+        "Tell rank 0 that this rank relays for `rank`"
+        if self.leads and rank!=self.control.parent: self.control.tell_rank0('leads', ranks=[rank])
 
-@patch
-def on_leads(self:NodeRelays, rank, ranks): self.leaders |= dict.fromkeys(ranks, rank)
+    def on_leads(self, rank, ranks): self.leaders |= dict.fromkeys(ranks, rank)
 
-# %% ../../nbs/113_comm.relay.ipynb #45175edc
-@patch
-def way(self:NodeRelays, to, msg):
-    "Return over whose line a message to rank `to` goes, and the message"
-    return (self.leaders[to],dict(kind='forward', rank=to, msg=msg)) if to in self.leaders else (to,msg)
+    def way(self, to, msg):
+        "Return over whose line a message to rank `to` goes, and the message"
+        return (self.leaders[to],dict(kind='forward', rank=to, msg=msg)) if to in self.leaders else (to,msg)
 
-@patch
-def on_forward(self:NodeRelays, rank, msg): self.control.send_to(rank, **msg)
+    def on_forward(self, rank, msg): self.control.send_to(rank, **msg)
 
-# %% ../../nbs/113_comm.relay.ipynb #682352b0
-@patch
-def hear(self:NodeRelays, msg, line):
-    "Handle `msg`, which came over `line`; the first rank of a node also passes it on, and does not handle what is for rank 0"
-    c = self.control
-    if not self.leads or any(msg['kind'] in getattr(o, 'own_kinds', ()) for o in c.parts): return c.handle(msg, line)
-    for_all = line.rank==c.parent or c.relays(msg)
-    if for_all: c.send(line.rank, **msg)
-    else: c.send_to(c.parent, **c.faults.in_short(msg))
-    if for_all or msg['kind']=='bye': c.handle(msg, line)
+    def hear(self, msg, line):
+        "Handle `msg`, which came over `line`; the first rank of a node also passes it on, and does not handle what is for rank 0"
+        c = self.control
+        if not self.leads or any(msg['kind'] in getattr(o, 'own_kinds', ()) for o in c.parts): return c.handle(msg, line)
+        for_all = line.rank==c.parent or c.relays(msg)
+        if for_all: c.send(line.rank, **msg)
+        else: c.send_to(c.parent, **c.faults.in_short(msg))
+        if for_all or msg['kind']=='bye': c.handle(msg, line)

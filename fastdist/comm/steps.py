@@ -41,130 +41,108 @@ class StepAgreement:
 
     def _forget_round(self): self.fence,self.verdict = math.inf,None
 
-# %% ../../nbs/107_comm.steps.ipynb #9713484f
-@patch
-def begin_steps(self:StepAgreement,
-    base:int # The same on all ranks, larger than `step` on each
-):
-    "Count steps from `base` on, and forget rounds that were asked for before; raise `ValueError` unless `base` is larger than `step`"
-    if base<=self.step: raise ValueError(f'You began to count steps at {base}, but rank {self.control.rank} has counted to {self.step}. HINT: begin each fit at a larger number')
-    with self.control.news:
-        self.step = self.base = base
-        if self.round[1]<base: self._forget_round()
-        self.asked = {k:b for k,b in self.asked.items() if b>=base}
-        old = self.call if self.call and self.call.base<base and 0 not in self.call.reached else None
-        if old: self.call = None
-    if old and not old.decided: self.control.tell('decided', n=old.n, at=base, what=old.what)
-    self._open_round()
+    def begin_steps(self,
+        base:int # The same on all ranks, larger than `step` on each
+    ):
+        "Count steps from `base` on, and forget rounds that were asked for before; raise `ValueError` unless `base` is larger than `step`"
+        if base<=self.step: raise ValueError(f'You began to count steps at {base}, but rank {self.control.rank} has counted to {self.step}. HINT: begin each fit at a larger number')
+        with self.control.news:
+            self.step = self.base = base
+            if self.round[1]<base: self._forget_round()
+            self.asked = {k:b for k,b in self.asked.items() if b>=base}
+            old = self.call if self.call and self.call.base<base and 0 not in self.call.reached else None
+            if old: self.call = None
+        if old and not old.decided: self.control.tell('decided', n=old.n, at=base, what=old.what)
+        self._open_round()
 
-@patch
-def begin_fit(self:StepAgreement):
-    "Call `begin_steps` with a number that is larger than all before: of the generation, and of the fit in it"
-    self.begun += 1
-    self.begin_steps((self.control.faults.generation<<48) + (self.begun<<32))
+    def begin_fit(self):
+        "Call `begin_steps` with a number that is larger than all before: of the generation, and of the fit in it"
+        self.begun += 1
+        self.begin_steps((self.control.faults.generation<<48) + (self.begun<<32))
 
-@patch
-def boundary(self:StepAgreement)->str: # 'save' or 'stop' at the step that all agreed on; `None` at all others
-    "Count one step of the main thread; wait only where this rank must not go on before a round is decided"
-    self.step += 1
-    if self.step<self.fence: return
-    return self._at_fence()
+    def boundary(self)->str: # 'save' or 'stop' at the step that all agreed on; `None` at all others
+        "Count one step of the main thread; wait only where this rank must not go on before a round is decided"
+        self.step += 1
+        if self.step<self.fence: return
+        return self._at_fence()
 
-# %% ../../nbs/107_comm.steps.ipynb #85f45335
-@patch
-def _at_fence(self:StepAgreement):
-    with self.control.votes.exchanges.of('the agreement on a step', 'round'), self.control.news:
-        while self.step>=self.fence and not self.verdict: self._wait_for_round()
-        if self.step<self.fence: return None
-        what = self.verdict
-        self._forget_round()
-    self.control.tell_rank0('reached', n=self.round[0])
-    return what
+    def _at_fence(self):
+        with self.control.votes.exchanges.of('the agreement on a step', 'round'), self.control.news:
+            while self.step>=self.fence and not self.verdict: self._wait_for_round()
+            if self.step<self.fence: return None
+            what = self.verdict
+            self._forget_round()
+        self.control.tell_rank0('reached', n=self.round[0])
+        return what
 
-@patch
-def _wait_for_round(self:StepAgreement):
-    self.control.faults.check()
-    if 0 in self.control.left and not self.control.faults.heard_of: self._forget_round()
-    self.control.news.wait(0.2)
+    def _wait_for_round(self):
+        self.control.faults.check()
+        if 0 in self.control.left and not self.control.faults.heard_of: self._forget_round()
+        self.control.news.wait(0.2)
 
-# %% ../../nbs/107_comm.steps.ipynb #df976803
-@patch
-def request(self:StepAgreement,
-    what:str # 'save' or 'stop'
-):
-    "Ask for `what` on all ranks, at a step that is yet to come; call it in the main thread, not in the handler of a signal"
-    if what not in self.wishes: raise ValueError(f'You asked for {what!r}, but ranks agree on {" or ".join(self.wishes)}')
-    self.control.tell_rank0('wish', what=what, gen=self.control.faults.generation, base=self.base)
+    def request(self,
+        what:str # 'save' or 'stop'
+    ):
+        "Ask for `what` on all ranks, at a step that is yet to come; call it in the main thread, not in the handler of a signal"
+        if what not in self.wishes: raise ValueError(f'You asked for {what!r}, but ranks agree on {" or ".join(self.wishes)}')
+        self.control.tell_rank0('wish', what=what, gen=self.control.faults.generation, base=self.base)
 
-@patch
-def on_wish(self:StepAgreement, rank, what, gen, base):
-    with self.control.news:
-        if gen!=self.control.faults.generation or base<self.base or self._fulfils(rank, what, base): return
-        self.asked[what] = base
-    self._open_round()
+    def on_wish(self, rank, what, gen, base):
+        with self.control.news:
+            if gen!=self.control.faults.generation or base<self.base or self._fulfils(rank, what, base): return
+            self.asked[what] = base
+        self._open_round()
 
-@patch
-def _fulfils(self:StepAgreement, rank, what, base):
-    o = self.call
-    return o and o.base==base and rank not in o.reached and self.wishes.index(o.what)<=self.wishes.index(what)
-
-# %% ../../nbs/107_comm.steps.ipynb #ab6c52ab
-@patch
-def _open_round(self:StepAgreement):
-    "On rank 0: begin the next round, unless one is open or nothing is asked for"
-    with self.control.news:
-        if self.call or not self.asked: return
-        base = max(self.asked.values())
-        what = first(o for o in self.wishes if self.asked.get(o)==base)
-        self.rounds,self.asked = self.rounds+1,{}
-        self.call = SimpleNamespace(n=self.rounds, base=base, what=what, fences={}, decided=False, reached=set())
-        msg = dict(n=self.rounds, gen=self.control.faults.generation, base=base)
-    self.control.tell('fence', **msg)
-
-# %% ../../nbs/107_comm.steps.ipynb #8c425c31
-@patch
-def on_fence(self:StepAgreement, rank, n, gen, base):
-    with self.control.news:
-        if gen!=self.control.faults.generation or n<=self.round[0]: return
-        at = self.base if base<self.base else self._set_fence(n, base)
-    self.control.tell_rank0('fenced', n=n, at=at)
-
-@patch
-def _set_fence(self:StepAgreement, n, base):
-    self.round,self.verdict,self.fence = (n,base),None,max(self.step, base)+2
-    while self.step>=self.fence: self.fence = self.step+2 # the main thread went by before it stood
-    return self.fence
-
-# %% ../../nbs/107_comm.steps.ipynb #462b9f3b
-@patch
-def on_fenced(self:StepAgreement, rank, n, at):
-    with self.control.news:
-        if self.call and n==self.call.n: self.call.fences[rank] = at
-    self._decide()
-
-@patch
-def _decide(self:StepAgreement):
-    "On rank 0: tell all the step of the open round, when all have answered; that of one that has left does not come any more"
-    with self.control.news:
+    def _fulfils(self, rank, what, base):
         o = self.call
-        if not o or o.decided or len({*o.fences,*self.control.left})<self.control.world.size: return
-        o.decided,at = True,max([*o.fences.values(), *([o.base+_never] if self.control.left else [])])
-    self.control.tell('decided', n=o.n, at=at, what=o.what)
+        return o and o.base==base and rank not in o.reached and self.wishes.index(o.what)<=self.wishes.index(what)
 
-# %% ../../nbs/107_comm.steps.ipynb #5ab0d3c1
-@patch
-def on_decided(self:StepAgreement, rank, n, at, what):
-    with self.control.news:
-        if n!=self.round[0] or self.fence==math.inf: return
-        self.fence,self.verdict = at,what
-        self.control.news.notify_all()
+    def _open_round(self):
+        "On rank 0: begin the next round, unless one is open or nothing is asked for"
+        with self.control.news:
+            if self.call or not self.asked: return
+            base = max(self.asked.values())
+            what = first(o for o in self.wishes if self.asked.get(o)==base)
+            self.rounds,self.asked = self.rounds+1,{}
+            self.call = SimpleNamespace(n=self.rounds, base=base, what=what, fences={}, decided=False, reached=set())
+            msg = dict(n=self.rounds, gen=self.control.faults.generation, base=base)
+        self.control.tell('fence', **msg)
 
-@patch
-def on_reached(self:StepAgreement, rank, n):
-    with self.control.news:
-        o = self.call
-        if not o or n!=o.n: return
-        o.reached.add(rank)
-        if len(o.reached)<self.control.world.size: return
-        self.call = None
-    self._open_round()
+    def on_fence(self, rank, n, gen, base):
+        with self.control.news:
+            if gen!=self.control.faults.generation or n<=self.round[0]: return
+            at = self.base if base<self.base else self._set_fence(n, base)
+        self.control.tell_rank0('fenced', n=n, at=at)
+
+    def _set_fence(self, n, base):
+        self.round,self.verdict,self.fence = (n,base),None,max(self.step, base)+2
+        while self.step>=self.fence: self.fence = self.step+2 # the main thread went by before it stood
+        return self.fence
+
+    def on_fenced(self, rank, n, at):
+        with self.control.news:
+            if self.call and n==self.call.n: self.call.fences[rank] = at
+        self._decide()
+
+    def _decide(self):
+        "On rank 0: tell all the step of the open round, when all have answered; that of one that has left does not come any more"
+        with self.control.news:
+            o = self.call
+            if not o or o.decided or len({*o.fences,*self.control.left})<self.control.world.size: return
+            o.decided,at = True,max([*o.fences.values(), *([o.base+_never] if self.control.left else [])])
+        self.control.tell('decided', n=o.n, at=at, what=o.what)
+
+    def on_decided(self, rank, n, at, what):
+        with self.control.news:
+            if n!=self.round[0] or self.fence==math.inf: return
+            self.fence,self.verdict = at,what
+            self.control.news.notify_all()
+
+    def on_reached(self, rank, n):
+        with self.control.news:
+            o = self.call
+            if not o or n!=o.n: return
+            o.reached.add(rank)
+            if len(o.reached)<self.control.world.size: return
+            self.call = None
+        self._open_round()

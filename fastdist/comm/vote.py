@@ -34,114 +34,96 @@ class Votes:
 
     def _next(self): self.exchanges.n = 0
 
-# %% ../../nbs/106_comm.vote.ipynb #781a770b
-@patch
-def meet(self:Votes,
-    timeout:float=None # Seconds; `patience` by default, and at least 10
-):
-    "Wait until all ranks call `meet`; raise `RankError` if one has left or failed, `TimeoutError` after `timeout` seconds"
-    wait = Wait(ifnone(timeout, max(10, self.control.patience)))
-    self.meetings += 1
-    self.control.tell_rank0('here', n=self.meetings)
-    with self.control.news:
-        while self.met<self.meetings: self._wait_for_all(wait)
+    def meet(self,
+        timeout:float=None # Seconds; `patience` by default, and at least 10
+    ):
+        "Wait until all ranks call `meet`; raise `RankError` if one has left or failed, `TimeoutError` after `timeout` seconds"
+        wait = Wait(ifnone(timeout, max(10, self.control.patience)))
+        self.meetings += 1
+        self.control.tell_rank0('here', n=self.meetings)
+        with self.control.news:
+            while self.met<self.meetings: self._wait_for_all(wait)
 
-@patch
-def _wait_for_all(self:Votes, wait):
-    c = self.control
-    self.faults.check()
-    if c.left and not self.faults.heard_of: raise self.faults.left_error()
-    wait(f'rank {c.rank} in {wait.place}', f'{self._missing()} to come there')
-    c.news.wait(0.2)
+    def _wait_for_all(self, wait):
+        c = self.control
+        self.faults.check()
+        if c.left and not self.faults.heard_of: raise self.faults.left_error()
+        wait(f'rank {c.rank} in {wait.place}', f'{self._missing()} to come there')
+        c.news.wait(0.2)
 
-@patch
-def _missing(self:Votes): return numbered([r for r,n in self.here.items() if n<self.here[0]]) if self.control.rank==0 else 'the others'
+    def _missing(self): return numbered([r for r,n in self.here.items() if n<self.here[0]]) if self.control.rank==0 else 'the others'
 
-# %% ../../nbs/106_comm.vote.ipynb #06ee02c0
-@patch
-def on_here(self:Votes, rank, n):
-    with self.control.news:
-        self.here[rank] = n
-        all_here = min(self.here.values())>=n
-    if all_here: self.control.tell('all', n=n)
+    def on_here(self, rank, n):
+        with self.control.news:
+            self.here[rank] = n
+            all_here = min(self.here.values())>=n
+        if all_here: self.control.tell('all', n=n)
 
-@patch
-def on_all(self:Votes, rank, n):
-    with self.control.news:
-        self.met = n
-        self.control.news.notify_all()
+    def on_all(self, rank, n):
+        with self.control.news:
+            self.met = n
+            self.control.news.notify_all()
 
-# %% ../../nbs/106_comm.vote.ipynb #ae01e593
-@patch
-def _renewed(self:Votes):
-    with self.exchanges.of('the first meeting after an error'): self.meet()
+    def _renewed(self):
+        with self.exchanges.of('the first meeting after an error'): self.meet()
+
+    def agree(self,
+        n:int, # 0 to 255
+        name:str='a vote', # Topic of the vote, which `Exchanges` reports; votes on another topic are not counted
+        kind:str='exchange', # As for `Exchanges.begin`
+        announce:callable=noop # Called when the vote is open
+    )->int: # The same on all ranks
+        "Return the largest `n` of all ranks"
+        topic = zlib.crc32(name.encode())
+        with self.exchanges.of(name, kind):
+            announce()
+            res = self._count(n, topic)
+            if kind=='cancel': self.confirmed = self.faults.generation,self.exchanges.n,name # before the exchange ends, since what was reported of it may arrive later
+            return res
+
+    def _count(self, n, topic):
+        "Return the largest `n` of all ranks: count the votes that come to this rank, ask rank 0 for the result, and send it on"
+        up,down = self.control.vote_up,self.control.vote_lines.values()
+        try:
+            if down: n = max(n, *[self._ballot(o, topic) for o in down])
+            if up:
+                self._cast(up, n, topic)
+                n = self._ballot(up, topic)
+            for o in down: self._cast(o, n, topic)
+            return n
+        except OSError as e:
+            self.faults.await_cause()
+            self.faults.check()
+            raise RuntimeError(f'Connection closed by peer: {e}') from None
+
+    def _cast(self, line, n, topic): line.sock.sendall(_vote.pack(self.faults.generation, topic, n))
+
+    def _ballot(self, line, topic):
+        "Return the vote on `topic` in this generation from `line`, and drop the votes before it"
+        while True:
+            while len(line.rest)<_vote.size: self._receive(line)
+            (gen,about,n),line.rest = _vote.unpack(line.rest[:_vote.size]),line.rest[_vote.size:]
+            if (gen,about)==(self.faults.generation,topic): return n
+
+    def _receive(self, line):
+        self.faults.check()
+        with suppress(TimeoutError):
+            data = line.sock.recv(64)
+            if not data: raise ConnectionError(f'rank {line.rank} is gone')
+            line.rest += data
+
+    @contextmanager
+    def exchange(self,
+        name:str, # The same on all ranks
+        kind:str='exchange' # As for `Exchanges.begin`
+    ):
+        "Count the code inside as one exchange; one of kind 'exchange' begins when all ranks have reached it"
+        with self.exchanges.of(name, kind):
+            if kind=='exchange': self._count(0, zlib.crc32(name.encode()))
+            yield
 
 # %% ../../nbs/106_comm.vote.ipynb #dfefdbd8
 _vote = struct.Struct('!IIB') # generation, topic, opinion
-
-@patch
-def agree(self:Votes,
-    n:int, # 0 to 255
-    name:str='a vote', # Topic of the vote, which `Exchanges` reports; votes on another topic are not counted
-    kind:str='exchange', # As for `Exchanges.begin`
-    announce:callable=noop # Called when the vote is open
-)->int: # The same on all ranks
-    "Return the largest `n` of all ranks"
-    topic = zlib.crc32(name.encode())
-    with self.exchanges.of(name, kind):
-        announce()
-        res = self._count(n, topic)
-        if kind=='cancel': self.confirmed = self.faults.generation,self.exchanges.n,name # before the exchange ends, since what was reported of it may arrive later
-        return res
-
-# %% ../../nbs/106_comm.vote.ipynb #ec8e191f
-@patch
-def _count(self:Votes, n, topic):
-    "Return the largest `n` of all ranks: count the votes that come to this rank, ask rank 0 for the result, and send it on"
-    up,down = self.control.vote_up,self.control.vote_lines.values()
-    try:
-        if down: n = max(n, *[self._ballot(o, topic) for o in down])
-        if up:
-            self._cast(up, n, topic)
-            n = self._ballot(up, topic)
-        for o in down: self._cast(o, n, topic)
-        return n
-    except OSError as e:
-        self.faults.await_cause()
-        self.faults.check()
-        raise RuntimeError(f'Connection closed by peer: {e}') from None
-
-@patch
-def _cast(self:Votes, line, n, topic): line.sock.sendall(_vote.pack(self.faults.generation, topic, n))
-
-# %% ../../nbs/106_comm.vote.ipynb #cebfdd3f
-@patch
-def _ballot(self:Votes, line, topic):
-    "Return the vote on `topic` in this generation from `line`, and drop the votes before it"
-    while True:
-        while len(line.rest)<_vote.size: self._receive(line)
-        (gen,about,n),line.rest = _vote.unpack(line.rest[:_vote.size]),line.rest[_vote.size:]
-        if (gen,about)==(self.faults.generation,topic): return n
-
-@patch
-def _receive(self:Votes, line):
-    self.faults.check()
-    with suppress(TimeoutError):
-        data = line.sock.recv(64)
-        if not data: raise ConnectionError(f'rank {line.rank} is gone')
-        line.rest += data
-
-# %% ../../nbs/106_comm.vote.ipynb #66e12771
-@patch
-@contextmanager
-def exchange(self:Votes,
-    name:str, # The same on all ranks
-    kind:str='exchange' # As for `Exchanges.begin`
-):
-    "Count the code inside as one exchange; one of kind 'exchange' begins when all ranks have reached it"
-    with self.exchanges.of(name, kind):
-        if kind=='exchange': self._count(0, zlib.crc32(name.encode()))
-        yield
 
 # %% ../../nbs/106_comm.vote.ipynb #18bf43b1
 def voting_connection(
@@ -189,26 +171,22 @@ class Notes:
                 c.news.wait(0.2)
             return self.board[c.faults.generation,key]
 
-# %% ../../nbs/106_comm.vote.ipynb #b8e36b5f
-@patch
-def answer(self:Notes,
-    rank:int, # The rank that waits for a note
-    at:dict, # Its report, as from `exchanges.report`
-    own:dict # That of rank 0
-):
-    "Send `rank` the place of rank 0, if rank 0 is past the place at which `rank` waits"
-    past = own and (own['n']>at['n'] or not own['kind'] and own['secs']>1)
-    if past: self.control.send_to(rank, kind='passed', gen=self.control.faults.generation, n=at['n'], text=in_words(0, own).strip())
+    def answer(self,
+        rank:int, # The rank that waits for a note
+        at:dict, # Its report, as from `exchanges.report`
+        own:dict # That of rank 0
+    ):
+        "Send `rank` the place of rank 0, if rank 0 is past the place at which `rank` waits"
+        past = own and (own['n']>at['n'] or not own['kind'] and own['secs']>1)
+        if past: self.control.send_to(rank, kind='passed', gen=self.control.faults.generation, n=at['n'], text=in_words(0, own).strip())
 
-@patch
-def on_passed(self:Notes, gen, n, text): self.passed = gen,n,text
+    def on_passed(self, gen, n, text): self.passed = gen,n,text
 
-@patch
-def missed(self:Notes)->tuple: # Place of rank 0, and the names of the work that it has done at this one; `None` while it may still arrive
-    "Return the place of rank 0 if it has passed the work that this rank waits for; raise the error of another rank"
-    c = self.control
-    c.faults.check()
-    if c.faults.heard_of: return # an error is about to be raised here
-    here = c.faults.generation,c.votes.exchanges.n
-    gone = f'rank {c.parent} has left' if c.parent in c.left else self.passed[2] if self.passed and self.passed[:2]==here else None
-    return gone and (gone, [name for *at,name in self.told if tuple(at)==here])
+    def missed(self)->tuple: # Place of rank 0, and the names of the work that it has done at this one; `None` while it may still arrive
+        "Return the place of rank 0 if it has passed the work that this rank waits for; raise the error of another rank"
+        c = self.control
+        c.faults.check()
+        if c.faults.heard_of: return # an error is about to be raised here
+        here = c.faults.generation,c.votes.exchanges.n
+        gone = f'rank {c.parent} has left' if c.parent in c.left else self.passed[2] if self.passed and self.passed[:2]==here else None
+        return gone and (gone, [name for *at,name in self.told if tuple(at)==here])

@@ -40,179 +40,146 @@ class Watchdog:
         self.heard,self.pinged,self.awaited = {},0.,-math.inf # rank -> when its thread was last heard; when this one sent a ping; when another rank waited for this one
         self.reports,self.fresh,self.waiting,self.told = {},{},{},0. # on rank 0: reports with their times; those not yet compared; who has waited for `patience` seconds; when the others were told
 
-# %% ../../nbs/108_comm.watchdog.ipynb #8e081de7
-@patch
-def due(self:Watchdog): return self.control.looked+0.1 if self.fresh and not self.control.faults.heard_of else math.inf
+    def due(self): return self.control.looked+0.1 if self.fresh and not self.control.faults.heard_of else math.inf
 
-@patch
-def _continued(self:Watchdog, gap):
-    self.woke = now = time.monotonic() # what seemed to be a wait may be over at once
-    self.moved,self.heard = min(now, self.moved+gap),{r:t+gap for r,t in self.heard.items()}
+    def _continued(self, gap):
+        self.woke = now = time.monotonic() # what seemed to be a wait may be over at once
+        self.moved,self.heard = min(now, self.moved+gap),{r:t+gap for r,t in self.heard.items()}
 
-@patch
-@contextmanager
-def watch(self:Watchdog,
-    where:callable, # Returns a description of the main thread's place; called in the thread
-    pos:callable=None # Returns the main thread's place in the training loop, a tuple that grows
-):
-    "Expect progress of this rank inside this context, which adds to `beat`"
-    old = self.where,self.pos
-    self.where,self.pos,self.moved,self.fits = where,pos or _no_pos,time.monotonic(),self.fits+1
-    try: yield
-    finally:
-        self.fits,self.moved = self.fits-1,time.monotonic()
-        self.where,self.pos = old
+    @contextmanager
+    def watch(self,
+        where:callable, # Returns a description of the main thread's place; called in the thread
+        pos:callable=None # Returns the main thread's place in the training loop, a tuple that grows
+    ):
+        "Expect progress of this rank inside this context, which adds to `beat`"
+        old = self.where,self.pos
+        self.where,self.pos,self.moved,self.fits = where,pos or _no_pos,time.monotonic(),self.fits+1
+        try: yield
+        finally:
+            self.fits,self.moved = self.fits-1,time.monotonic()
+            self.where,self.pos = old
 
-# %% ../../nbs/108_comm.watchdog.ipynb #b448fe6f
-@patch
-def look(self:Watchdog, now):
-    c = self.control
-    self._ping(now)
-    if c.beat!=self.seen: self.seen,self.moved = c.beat,now
-    if not c.faults.heard_of:
-        self._report_wait(now)
-        self._check_progress(now)
-        if c.rank==0: self._go_through_reports(now)
-    heard = c.faults.heard_of # which the main thread may forget at any time
-    if heard and c.faults.trouble and c.faults.armed and c.faults.main and now-heard[2]>self._endurance(): self._end()
+    def look(self, now):
+        c = self.control
+        self._ping(now)
+        if c.beat!=self.seen: self.seen,self.moved = c.beat,now
+        if not c.faults.heard_of:
+            self._report_wait(now)
+            self._check_progress(now)
+            if c.rank==0: self._go_through_reports(now)
+        heard = c.faults.heard_of # which the main thread may forget at any time
+        if heard and c.faults.trouble and c.faults.armed and c.faults.main and now-heard[2]>self._endurance(): self._end()
 
-@patch
-def _endurance(self:Watchdog):
-    "Return the seconds that the main thread has to raise an error: more in a long call than in a collective whose connections broke"
-    frame = frame_of(self.control.ident)
-    if not frame or not is_waiting(frame): return max(10, self.control.patience)
-    return 60. if module_of(frame).startswith('torch.autograd') else 15. # a backward pass may compute
+    def _endurance(self):
+        "Return the seconds that the main thread has to raise an error: more in a long call than in a collective whose connections broke"
+        frame = frame_of(self.control.ident)
+        if not frame or not is_waiting(frame): return max(10, self.control.patience)
+        return 60. if module_of(frame).startswith('torch.autograd') else 15. # a backward pass may compute
 
-# %% ../../nbs/108_comm.watchdog.ipynb #fb84fe78
-@patch
-def _check_progress(self:Watchdog, now):
-    frame = frame_of(self.control.ident) if now-self.moved>self.control.patience else None
-    if not frame: return
-    if is_waiting(frame): self.control.tell_rank0('waits', gen=self.control.faults.generation, where=f'{self.where()}{in_callback(frame)}')
-    elif self.fits or now-self.awaited<3: self._blame_myself(now, frame) # outside of a fit nothing adds to `beat`
+    def _check_progress(self, now):
+        frame = frame_of(self.control.ident) if now-self.moved>self.control.patience else None
+        if not frame: return
+        if is_waiting(frame): self.control.tell_rank0('waits', gen=self.control.faults.generation, where=f'{self.where()}{in_callback(frame)}')
+        elif self.fits or now-self.awaited<3: self._blame_myself(now, frame) # outside of a fit nothing adds to `beat`
 
-@patch
-def _blame_myself(self:Watchdog, now, frame):
-    stack = ''.join(traceback.format_stack(frame))
-    self.control.faults.tell_stuck(f'it did not move for {now-self.moved:.1f} seconds: {self.where()}{in_callback(frame)}. Its stack:\n{stack}', self.control.rank)
+    def _blame_myself(self, now, frame):
+        stack = ''.join(traceback.format_stack(frame))
+        self.control.faults.tell_stuck(f'it did not move for {now-self.moved:.1f} seconds: {self.where()}{in_callback(frame)}. Its stack:\n{stack}', self.control.rank)
 
-# %% ../../nbs/108_comm.watchdog.ipynb #11fa8b0f
-@patch
-def on_waits(self:Watchdog, rank, gen, where): self.waiting[rank] = time.monotonic(),gen,where
+    def on_waits(self, rank, gen, where): self.waiting[rank] = time.monotonic(),gen,where
 
-@patch
-def on_awaited(self:Watchdog): self.awaited = time.monotonic()
+    def on_awaited(self): self.awaited = time.monotonic()
 
-@patch
-def _go_through_waits(self:Watchdog, now):
-    c = self.control
-    self.waiting = {r:o for r,o in sorted(self.waiting.items()) if now-o[0]<3 and o[1]==c.faults.generation}
-    if len(self.waiting)==c.world.size: return c.faults.tell_stuck('\n'.join(['all ranks wait for each other:', *(f'rank {r} in {o[2]}' for r,o in self.waiting.items())]), 0)
-    if any(self.waiting): self.awaited = now # by a rank other than 0
-    if not self.waiting or now-self.told<1: return
-    self.told = now
-    for r in range(1, c.world.size):
-        if r not in self.waiting: c.send_to(r, kind='awaited')
+    def _go_through_waits(self, now):
+        c = self.control
+        self.waiting = {r:o for r,o in sorted(self.waiting.items()) if now-o[0]<3 and o[1]==c.faults.generation}
+        if len(self.waiting)==c.world.size: return c.faults.tell_stuck('\n'.join(['all ranks wait for each other:', *(f'rank {r} in {o[2]}' for r,o in self.waiting.items())]), 0)
+        if any(self.waiting): self.awaited = now # by a rank other than 0
+        if not self.waiting or now-self.told<1: return
+        self.told = now
+        for r in range(1, c.world.size):
+            if r not in self.waiting: c.send_to(r, kind='awaited')
 
-# %% ../../nbs/108_comm.watchdog.ipynb #803d4114
-@patch
-def standing(self:Watchdog,
-    now:float # `time.monotonic()`
-)->dict: # As from `exchanges.report`, with the generation, the place in the training loop and its description; `None` where there is no main thread
-    "Return the report of this process's main thread"
-    frame = frame_of(self.control.ident)
-    if frame is None: return
-    res = report(self.control.votes.exchanges, frame, now, self.moved)
-    if res['kind']: self.waits_since = None
-    else: # outside of our own exchanges it is only known to wait since it was first seen to
-        self.waits_since = ifnone(self.waits_since, now) if res['secs'] else None
-        res['secs'] = now-max(self.waits_since, self.moved) if res['secs'] else 0.
-    res['secs'] = min(res['secs'], now-self.woke)
-    return res|dict(gen=self.control.faults.generation, where=self.where()+in_callback(frame), pos=self.pos())
+    def standing(self,
+        now:float # `time.monotonic()`
+    )->dict: # As from `exchanges.report`, with the generation, the place in the training loop and its description; `None` where there is no main thread
+        "Return the report of this process's main thread"
+        frame = frame_of(self.control.ident)
+        if frame is None: return
+        res = report(self.control.votes.exchanges, frame, now, self.moved)
+        if res['kind']: self.waits_since = None
+        else: # outside of our own exchanges it is only known to wait since it was first seen to
+            self.waits_since = ifnone(self.waits_since, now) if res['secs'] else None
+            res['secs'] = now-max(self.waits_since, self.moved) if res['secs'] else 0.
+        res['secs'] = min(res['secs'], now-self.woke)
+        return res|dict(gen=self.control.faults.generation, where=self.where()+in_callback(frame), pos=self.pos())
 
-# %% ../../nbs/108_comm.watchdog.ipynb #e0492228
-@patch
-def _report_wait(self:Watchdog, now):
-    at = self.standing(now) if self.control.votes.exchanges.open or now-self.moved>1 else None
-    if at and at['secs']>1: self.control.tell_rank0('stands', at=at)
+    def _report_wait(self, now):
+        at = self.standing(now) if self.control.votes.exchanges.open or now-self.moved>1 else None
+        if at and at['secs']>1: self.control.tell_rank0('stands', at=at)
 
-@patch
-def on_stands(self:Watchdog, rank, at):
-    if at['gen']!=self.control.faults.generation or self.control.faults.heard_of: return
-    with self.control.news: self.reports[rank],self.fresh[rank] = (time.monotonic(), at),at
+    def on_stands(self, rank, at):
+        if at['gen']!=self.control.faults.generation or self.control.faults.heard_of: return
+        with self.control.news: self.reports[rank],self.fresh[rank] = (time.monotonic(), at),at
 
-@patch
-def confirm(self:Watchdog,
-    name:str # The exception that this rank is about to raise, and its place
-):
-    "Wait until all ranks are about to raise the exception `name`; raise `RankError` on all if one is past that place"
-    self.control.votes.agree(0, name, 'cancel', lambda: self.control.tell_rank0('stands', at=self.standing(time.monotonic())))
+    def confirm(self,
+        name:str # The exception that this rank is about to raise, and its place
+    ):
+        "Wait until all ranks are about to raise the exception `name`; raise `RankError` on all if one is past that place"
+        self.control.votes.agree(0, name, 'cancel', lambda: self.control.tell_rank0('stands', at=self.standing(time.monotonic())))
 
-# %% ../../nbs/108_comm.watchdog.ipynb #ccc3b2f0
-@patch
-def _go_through_reports(self:Watchdog, now):
-    self._go_through_waits(now)
-    with self.control.news: fresh,self.fresh = {r:o for r,o in self.fresh.items() if not self._is_over(o)},{}
-    own = self.standing(now) if fresh else None
-    if own: self.reports[0] = now,own
-    for r,at in fresh.items():
-        if at['kind']=='note': self.control.part(Notes).answer(r, at, own)
-    if any(at['kind']=='cancel' and not at.get('asked') for at in fresh.values()): self.control.send(kind='ask')
-    recent = self._recent(now)
-    self._compare(fresh, recent)
-    self._print_waits(recent)
+    def _go_through_reports(self, now):
+        self._go_through_waits(now)
+        with self.control.news: fresh,self.fresh = {r:o for r,o in self.fresh.items() if not self._is_over(o)},{}
+        own = self.standing(now) if fresh else None
+        if own: self.reports[0] = now,own
+        for r,at in fresh.items():
+            if at['kind']=='note': self.control.part(Notes).answer(r, at, own)
+        if any(at['kind']=='cancel' and not at.get('asked') for at in fresh.values()): self.control.send(kind='ask')
+        recent = self._recent(now)
+        self._compare(fresh, recent)
+        self._print_waits(recent)
 
-@patch
-def on_ask(self:Watchdog):
-    at = self.standing(time.monotonic())
-    if at: self.control.tell_rank0('stands', at=at|dict(asked=True))
+    def on_ask(self):
+        at = self.standing(time.monotonic())
+        if at: self.control.tell_rank0('stands', at=at|dict(asked=True))
 
-# %% ../../nbs/108_comm.watchdog.ipynb #5eca76d5
-@patch
-def _is_over(self:Watchdog, o):
-    "Return whether report `o` belongs to an older generation, or to an agreement that is complete"
-    return o['gen']!=self.control.faults.generation or o['kind']=='cancel' and self.control.votes.confirmed is not None and (o['gen'],o['n'])<=self.control.votes.confirmed[:2]
+    def _is_over(self, o):
+        "Return whether report `o` belongs to an older generation, or to an agreement that is complete"
+        return o['gen']!=self.control.faults.generation or o['kind']=='cancel' and self.control.votes.confirmed is not None and (o['gen'],o['n'])<=self.control.votes.confirmed[:2]
 
-@patch
-def _recent(self:Watchdog, now): return {r:o for r,(t,o) in sorted(self.reports.items()) if now-t<3 and not self._is_over(o)}
+    def _recent(self, now): return {r:o for r,(t,o) in sorted(self.reports.items()) if now-t<3 and not self._is_over(o)}
 
-@patch
-def _compare(self:Watchdog, fresh, recent):
-    "Raise `RankError` on all ranks if a rank of `fresh` and one of `recent` wait for each other in different exchanges"
-    all_wait = all(r in self.control.left or r in recent and recent[r]['secs']>1 for r in range(self.control.world.size))
-    found = {(o['n'],o['name'],o['kind']):(r,o) for r,o in recent.items()}
-    for r,at in fresh.items():
-        apart = {s:o for s,o in found.values() if s!=r and are_apart(at, o, all_wait)}
-        if not apart: continue
-        cancelled = [k for k,o in ({r:at}|apart).items() if o['kind']=='cancel']
-        return self.control.faults.tell_stuck(apart_text({r:at}|apart), cancelled[0] if len(cancelled)==1 else None)
+    def _compare(self, fresh, recent):
+        "Raise `RankError` on all ranks if a rank of `fresh` and one of `recent` wait for each other in different exchanges"
+        all_wait = all(r in self.control.left or r in recent and recent[r]['secs']>1 for r in range(self.control.world.size))
+        found = {(o['n'],o['name'],o['kind']):(r,o) for r,o in recent.items()}
+        for r,at in fresh.items():
+            apart = {s:o for s,o in found.values() if s!=r and are_apart(at, o, all_wait)}
+            if not apart: continue
+            cancelled = [k for k,o in ({r:at}|apart).items() if o['kind']=='cancel']
+            return self.control.faults.tell_stuck(apart_text({r:at}|apart), cancelled[0] if len(cancelled)==1 else None)
 
-# %% ../../nbs/108_comm.watchdog.ipynb #266eea92
-@patch
-def _print_waits(self:Watchdog, recent):
-    waits = {r:o for r,o in recent.items() if o['secs']>self.notice}
-    if not waits: return
-    self.control.send(kind='ask')
-    rest = [in_words(r, o) for r,o in recent.items() if r not in waits]
-    r,o = first(waits.items())
-    sys.stderr.write('\n'.join([f'fastdist: {numbered(list(waits))} {"have" if len(waits)>1 else "has"} waited {o["secs"]:.0f} s:', in_words(r, o), *rest])+'\n')
-    self.notice = 2*o['secs']
+    def _print_waits(self, recent):
+        waits = {r:o for r,o in recent.items() if o['secs']>self.notice}
+        if not waits: return
+        self.control.send(kind='ask')
+        rest = [in_words(r, o) for r,o in recent.items() if r not in waits]
+        r,o = first(waits.items())
+        sys.stderr.write('\n'.join([f'fastdist: {numbered(list(waits))} {"have" if len(waits)>1 else "has"} waited {o["secs"]:.0f} s:', in_words(r, o), *rest])+'\n')
+        self.notice = 2*o['secs']
 
-# %% ../../nbs/108_comm.watchdog.ipynb #cfd752a2
-@patch
-def _ping(self:Watchdog, now):
-    if now-self.pinged<min(5, self.control.patience/4): return
-    self.pinged,c = now,self.control
-    c.send(kind='ping', rank=c.rank)
-    for r in list(c.lines):
-        silent = now-self.heard.setdefault(r, now)
-        if silent>c.patience+5: c.faults.tell_error(r, f'its process has not answered for {silent:.0f} seconds. HINT: it was stopped, or hangs in a call that '
-            'holds the interpreter\'s lock', math.inf)
+    def _ping(self, now):
+        if now-self.pinged<min(5, self.control.patience/4): return
+        self.pinged,c = now,self.control
+        c.send(kind='ping', rank=c.rank)
+        for r in list(c.lines):
+            silent = now-self.heard.setdefault(r, now)
+            if silent>c.patience+5: c.faults.tell_error(r, f'its process has not answered for {silent:.0f} seconds. HINT: it was stopped, or hangs in a call that '
+                'holds the interpreter\'s lock', math.inf)
 
-@patch
-def on_ping(self:Watchdog, rank): self.heard[rank] = time.monotonic()
+    def on_ping(self, rank): self.heard[rank] = time.monotonic()
 
-@patch
-def _end(self:Watchdog):
-    sys.stderr.write(f'fastdist: rank {self.control.rank} does not hear that another rank failed, and is ended\n')
-    os.kill(os.getpid(), signal_number('SIGKILL') or signal.SIGTERM)
+    def _end(self):
+        sys.stderr.write(f'fastdist: rank {self.control.rank} does not hear that another rank failed, and is ended\n')
+        os.kill(os.getpid(), signal_number('SIGKILL') or signal.SIGTERM)

@@ -149,76 +149,66 @@ class Listener:
         "Return the descriptor to select on"
         return self.sel.fileno()
 
-# %% ../../nbs/103_comm.wire.ipynb #2dafc990
-@patch
-def poll(self:Listener)->list: # `(socket, rank, kind)` of each
-    "Accept connections, and return those that have proved their rank since the last call"
-    res,now = [],time.monotonic()
-    for key,_ in self.sel.select(0):
-        if key.fileobj in self.servers: self._accept(key.fileobj, now)
-        elif key.fileobj in self.pending: res += self._read(key.fileobj)
-    for o in [o for o,p in self.pending.items() if p.end<now]: self._refuse(o)
-    return res
+    def poll(self)->list: # `(socket, rank, kind)` of each
+        "Accept connections, and return those that have proved their rank since the last call"
+        res,now = [],time.monotonic()
+        for key,_ in self.sel.select(0):
+            if key.fileobj in self.servers: self._accept(key.fileobj, now)
+            elif key.fileobj in self.pending: res += self._read(key.fileobj)
+        for o in [o for o,p in self.pending.items() if p.end<now]: self._refuse(o)
+        return res
 
-@patch
-def _accept(self:Listener, server, now):
-    with suppress(OSError):
-        sock,nonce = server.accept()[0],secrets.token_bytes(_n)
-        self.pending[sock] = SimpleNamespace(nonce=nonce, data=b'', end=now+self.patience)
-        sock.setblocking(False)
-        self.sel.register(sock, selectors.EVENT_READ)
-        sock.send(nonce)
-    while len(self.pending)>self.most: self._refuse(next(iter(self.pending)))
+    def _accept(self, server, now):
+        with suppress(OSError):
+            sock,nonce = server.accept()[0],secrets.token_bytes(_n)
+            self.pending[sock] = SimpleNamespace(nonce=nonce, data=b'', end=now+self.patience)
+            sock.setblocking(False)
+            self.sel.register(sock, selectors.EVENT_READ)
+            sock.send(nonce)
+        while len(self.pending)>self.most: self._refuse(next(iter(self.pending)))
 
-@patch
-def _refuse(self:Listener, sock):
-    del self.pending[sock]
-    self.sel.unregister(sock)
-    sock.close()
+    def _refuse(self, sock):
+        del self.pending[sock]
+        self.sel.unregister(sock)
+        sock.close()
 
-# %% ../../nbs/103_comm.wire.ipynb #bf26dba0
-@patch
-def _read(self:Listener, sock):
-    p,size,more = self.pending[sock],_head.size+_n,b''
-    try: more = sock.recv(size-len(p.data))
-    except BlockingIOError: return []
-    except OSError: pass
-    p.data += more
-    who = self._known(p) if len(p.data)==size else None
-    if who: return self._welcome(sock, p, *who)
-    if not more or len(p.data)==size: self._refuse(sock)
-    return []
+    def _read(self, sock):
+        p,size,more = self.pending[sock],_head.size+_n,b''
+        try: more = sock.recv(size-len(p.data))
+        except BlockingIOError: return []
+        except OSError: pass
+        p.data += more
+        who = self._known(p) if len(p.data)==size else None
+        if who: return self._welcome(sock, p, *who)
+        if not more or len(p.data)==size: self._refuse(sock)
+        return []
 
-@patch
-def _known(self:Listener, p):
-    "Return rank and kind of a greeting with a valid proof, `None` for any other"
-    hello,proof = p.data[:_head.size],p.data[_head.size:]
-    magic,rank,kind,_ = _head.unpack(hello)
-    ok = hmac.compare_digest(proof, _proof(self.secret, p.nonce, hello))
-    if ok and magic==_magic and 0<rank<self.world.size and kind<len(_kinds): return rank,_kinds[kind]
+    def _known(self, p):
+        "Return rank and kind of a greeting with a valid proof, `None` for any other"
+        hello,proof = p.data[:_head.size],p.data[_head.size:]
+        magic,rank,kind,_ = _head.unpack(hello)
+        ok = hmac.compare_digest(proof, _proof(self.secret, p.nonce, hello))
+        if ok and magic==_magic and 0<rank<self.world.size and kind<len(_kinds): return rank,_kinds[kind]
 
-@patch
-def _welcome(self:Listener, sock, p, rank, kind):
-    new = (rank,kind) not in self.known
-    with suppress(OSError): sock.send(_proof(self.secret, b'welcome' if new else b'taken', p.nonce, p.data[:_head.size]))
-    if not new: return self._refuse(sock) or []
-    del self.pending[sock]
-    self.sel.unregister(sock)
-    self.known.add((rank,kind))
-    sock.setblocking(True)
-    return [(sock,rank,kind)]
+    def _welcome(self, sock, p, rank, kind):
+        new = (rank,kind) not in self.known
+        with suppress(OSError): sock.send(_proof(self.secret, b'welcome' if new else b'taken', p.nonce, p.data[:_head.size]))
+        if not new: return self._refuse(sock) or []
+        del self.pending[sock]
+        self.sel.unregister(sock)
+        self.known.add((rank,kind))
+        sock.setblocking(True)
+        return [(sock,rank,kind)]
 
-# %% ../../nbs/103_comm.wire.ipynb #3834dba6
-@patch(as_prop=True)
-def complete(self:Listener)->bool:
-    "Return whether all ranks are connected"
-    return len(self.known)==self.others*len(_kinds)
+    @property
+    def complete(self)->bool:
+        "Return whether all ranks are connected"
+        return len(self.known)==self.others*len(_kinds)
 
-@patch
-def close(self:Listener):
-    "Close the port and the pending connections; safe to call twice, and in a forked child"
-    for o in [*self.servers, *self.pending]: o.close()
-    self.sel.close()
+    def close(self):
+        "Close the port and the pending connections; safe to call twice, and in a forked child"
+        for o in [*self.servers, *self.pending]: o.close()
+        self.sel.close()
 
 # %% ../../nbs/103_comm.wire.ipynb #5e2e4840
 def dial(

@@ -68,65 +68,55 @@ class Deal:
         r = self.ranks
         return slices(self.n, self.each, rank, r.size, self.drop_last, r.pad) if r.slicing else block(self.n, rank, r.size)
 
-# %% ../../nbs/203_data.deal.ipynb #ff1a7f4a
-@patch
-def n_batches(self:Deal,
-    rank:int # Any rank
-)->int:
-    "Return the number of batches of `rank`; raise `TypeError` if the number of samples is unknown"
-    if self.n is None: raise TypeError('the number of samples is not known. HINT: give the data set a `__len__`, or fastai\'s `DataLoader` the argument n')
-    r = self.ranks
-    if not r.slicing: return ceil_div(self.n, r.size)//self.each if self.drop_last else ceil_div(ceil_div(self.n, r.size), self.each)
-    full,m = divmod(self.n, self.g)
-    lo,hi = part(m, rank, r.size)
-    return full + int(m>0 and not self.drop_last and (r.pad or hi>lo))
+    def n_batches(self,
+        rank:int # Any rank
+    )->int:
+        "Return the number of batches of `rank`; raise `TypeError` if the number of samples is unknown"
+        if self.n is None: raise TypeError('the number of samples is not known. HINT: give the data set a `__len__`, or fastai\'s `DataLoader` the argument n')
+        r = self.ranks
+        if not r.slicing: return ceil_div(self.n, r.size)//self.each if self.drop_last else ceil_div(ceil_div(self.n, r.size), self.each)
+        full,m = divmod(self.n, self.g)
+        lo,hi = part(m, rank, r.size)
+        return full + int(m>0 and not self.drop_last and (r.pad or hi>lo))
 
-@patch
-def n_steps(self:Deal)->int: # 0 if unknown
-    "Return the number of steps of rank 0, the most of all ranks"
-    return 0 if self.n is None else self.n_batches(0)
+    def n_steps(self)->int: # 0 if unknown
+        "Return the number of steps of rank 0, the most of all ranks"
+        return 0 if self.n is None else self.n_batches(0)
 
-@patch
-def positions(self:Deal,
-    rank:int # Any rank
-)->np.ndarray: # `None` if it is unknown
-    "Return the position in the global order of each sample of `rank`"
-    return None if self.n is None else self._places(rank)
+    def positions(self,
+        rank:int # Any rank
+    )->np.ndarray: # `None` if it is unknown
+        "Return the position in the global order of each sample of `rank`"
+        return None if self.n is None else self._places(rank)
 
-# %% ../../nbs/203_data.deal.ipynb #f1dbef76
-@patch
-def sizes(self:Deal
-)->np.ndarray: # Shape `(steps, size)`
-    "Return the number of samples of each rank in each step, in slices without padding"
-    full,m = divmod(self.n, self.g)
-    return dealt([self.g]*full+[m]*(m>0 and not self.drop_last), self.ranks.size)
+    def sizes(self
+    )->np.ndarray: # Shape `(steps, size)`
+        "Return the number of samples of each rank in each step, in slices without padding"
+        full,m = divmod(self.n, self.g)
+        return dealt([self.g]*full+[m]*(m>0 and not self.drop_last), self.ranks.size)
 
-@patch
-def gathered_order(self:Deal
-)->np.ndarray: # Shape `(n,)`; `None` if it is unknown
-    "Return, for each sample of the global order, its row among rows gathered rank by rank; needs slices without padding"
-    return None if self.n is None else row_order(self.sizes())
+    def gathered_order(self
+    )->np.ndarray: # Shape `(n,)`; `None` if it is unknown
+        "Return, for each sample of the global order, its row among rows gathered rank by rank; needs slices without padding"
+        return None if self.n is None else row_order(self.sizes())
 
-@patch
-def padding(self:Deal,
-    k:int # Number of a batch
-)->tuple: # Rows of all ranks in it, and how many at their end are padding
-    "Return how many rows all ranks gather of batch `k`"
-    size = self.ranks.size
-    if self.ranks.slicing: return max(m:=self.totals.get(k, self.g), size),max(size-m, 0)
-    if self.n is None: return 1,0
-    per = ceil_div(self.n, size)
-    return (m:=min(self.each, per-k*self.each))*size,int((np.arange(size)*per+k*self.each+m-self.n).clip(0, m).sum())
+    def padding(self,
+        k:int # Number of a batch
+    )->tuple: # Rows of all ranks in it, and how many at their end are padding
+        "Return how many rows all ranks gather of batch `k`"
+        size = self.ranks.size
+        if self.ranks.slicing: return max(m:=self.totals.get(k, self.g), size),max(size-m, 0)
+        if self.n is None: return 1,0
+        per = ceil_div(self.n, size)
+        return (m:=min(self.each, per-k*self.each))*size,int((np.arange(size)*per+k*self.each+m-self.n).clip(0, m).sum())
 
-# %% ../../nbs/203_data.deal.ipynb #b68b8e9a
-@patch
-def rows(self:Deal,
-    k:int # Number of a batch
-)->tuple: # `None` where nobody knows
-    "Return this rank's first row in global batch `k`, the number of its rows, and that of all ranks; needs slices"
-    r,m = self.ranks,self.totals.get(k, self.g)
-    lo,hi = part(m, r.rank, r.size)
-    return lo,hi-lo,m
+    def rows(self,
+        k:int # Number of a batch
+    )->tuple: # `None` where nobody knows
+        "Return this rank's first row in global batch `k`, the number of its rows, and that of all ranks; needs slices"
+        r,m = self.ranks,self.totals.get(k, self.g)
+        lo,hi = part(m, r.rank, r.size)
+        return lo,hi-lo,m
 
 # %% ../../nbs/203_data.deal.ipynb #939ed4c4
 class StreamDeal(Deal):
@@ -256,24 +246,21 @@ class Pass:
             elif self.done==self.past: self.begin()
         self.begin()
 
-# %% ../../nbs/203_data.deal.ipynb #f14ab61a
-@patch
-def draw(self:Pass,
-    f:callable, # Called without arguments
-    dl # Loader that it draws from
-):
-    "Return `f()`, with rank 0's random state in a pass that all ranks begin together"
-    with rank0_random(dl) if self.joint else nullcontext(): return f()
+    def draw(self,
+        f:callable, # Called without arguments
+        dl # Loader that it draws from
+    ):
+        "Return `f()`, with rank 0's random state in a pass that all ranks begin together"
+        with rank0_random(dl) if self.joint else nullcontext(): return f()
 
-@patch
-def order(self:Pass,
-    f:callable, # Called without arguments; returns this rank's global order
-    dl # Loader that it draws from
-): # Range, array or list
-    "Return the order `f()`, the same on all ranks; `rank_orders` has this rank's and the common one where they differ"
-    idxs = self.draw(f, dl)
-    if self.broadcast and not isinstance(idxs, list): return as_order(self.broadcast(listed(idxs), 0))
-    if not self.joint: return idxs
-    res = agreed(idxs)
-    if res is not idxs: self.rank_orders = idxs,res
-    return res
+    def order(self,
+        f:callable, # Called without arguments; returns this rank's global order
+        dl # Loader that it draws from
+    ): # Range, array or list
+        "Return the order `f()`, the same on all ranks; `rank_orders` has this rank's and the common one where they differ"
+        idxs = self.draw(f, dl)
+        if self.broadcast and not isinstance(idxs, list): return as_order(self.broadcast(listed(idxs), 0))
+        if not self.joint: return idxs
+        res = agreed(idxs)
+        if res is not idxs: self.rank_orders = idxs,res
+        return res

@@ -84,108 +84,124 @@ class DistributedDL(TfmdDL):
         if own: object.__setattr__(self, k, v)
         else: setattr(self.dl, k, v)
 
-# %% ../../nbs/207_data.loader.ipynb #67bccbad
-@patch(as_prop=True)
-def _grouped(self:DistributedDL):
-    "Return whether the process group has the ranks of this share; an explicit `rank` and `world_size` may differ from it"
-    if self._in_job: return grouped()
-    return self.world_size>1 and dist.is_initialized() and (dist.get_rank(),dist.get_world_size())==(self.rank,self.world_size)
+    @property
+    def _grouped(self):
+        "Return whether the process group has the ranks of this share; an explicit `rank` and `world_size` may differ from it"
+        if self._in_job: return grouped()
+        return self.world_size>1 and dist.is_initialized() and (dist.get_rank(),dist.get_world_size())==(self.rank,self.world_size)
 
-@patch
-def _joins(self:DistributedDL):
-    "Return whether all ranks begin this pass together"
-    return self._grouped
+    def _joins(self):
+        "Return whether all ranks begin this pass together"
+        return self._grouped
 
-@patch
-def _broadcast(self:DistributedDL, t, rank):
-    "Return `t` of `rank`, on all ranks; without a group, `t` itself"
-    return broadcast_obj(t, rank) if self._grouped else t
+    def _broadcast(self, t, rank):
+        "Return `t` of `rank`, on all ranks; without a group, `t` itself"
+        return broadcast_obj(t, rank) if self._grouped else t
 
-# %% ../../nbs/207_data.loader.ipynb #0ea23214
-@patch
-def get_idxs(self:DistributedDL):
-    "Return this rank's share of the order, drawn anew"
-    res,deal = self.source.draw(self._pass),self._pass.deal
-    self.deal,self.weights,self.totals = deal,deal.weights,deal.totals
-    return res
+    def get_idxs(self):
+        "Return this rank's share of the order, drawn anew"
+        res,deal = self.source.draw(self._pass),self._pass.deal
+        self.deal,self.weights,self.totals = deal,deal.weights,deal.totals
+        return res
 
-@patch
-def _draw(self:DistributedDL): return self.get_idxs()
+    def _draw(self): return self.get_idxs()
 
-# %% ../../nbs/207_data.loader.ipynb #8c61544a
-@patch
-def __iter__(self:DistributedDL):
-    self.follow()
-    p,self._next = self._next,Pass()
-    p.joint,p.broadcast = self._joins(),None if is_own(self, '_broadcast', DistributedDL) else self._broadcast
-    return self._over(p)
+    def __iter__(self):
+        self.follow()
+        p,self._next = self._next,Pass()
+        p.joint,p.broadcast = self._joins(),None if is_own(self, '_broadcast', DistributedDL) else self._broadcast
+        return self._over(p)
 
-@patch
-def _over(self:DistributedDL, p):
-    "Return an iterator over the batches of pass `p`"
-    p.seeds = self.seeding and self.seeding.seeds
-    p.start(self.source)
-    self._pass,self.weights,self.totals = p,{},{}
-    return p.read_past(self._batches(p), self.source) if p.past else self._batches(p)
+    def _over(self, p):
+        "Return an iterator over the batches of pass `p`"
+        p.seeds = self.seeding and self.seeding.seeds
+        p.start(self.source)
+        self._pass,self.weights,self.totals = p,{},{}
+        return p.read_past(self._batches(p), self.source) if p.past else self._batches(p)
 
-# %% ../../nbs/207_data.loader.ipynb #930e5416
-@patch
-def _batches(self:DistributedDL, p):
-    "Yield this rank's batches in pass `p`, on the device and after the batch transforms"
-    o,torchs = self.source,isinstance(self.dl, TorchLoader) or self.source.finished
-    o.start()
-    for b in o.open(p, self._draw()):
-        p.done += 1
-        if torchs: yield b if self.device is None else to_device(b, self.device)
-        else:
-            if self.dl.pin_memory and type(b)==list: b = tuple(b)
-            if (d := (self if '_device' in vars(self) else self.dl).device) is not None: b = on_device(b, d)
-            if is_empty(self.dl, 'after_batch'): yield b
-            else: yield self.after_batch(b) if p.seeds is None else self.seeding.transformed(self, p, b)
-    o.close(p)
-    vars(o.maker).pop('it', None)
+    def _batches(self, p):
+        "Yield this rank's batches in pass `p`, on the device and after the batch transforms"
+        o,torchs = self.source,isinstance(self.dl, TorchLoader) or self.source.finished
+        o.start()
+        for b in o.open(p, self._draw()):
+            p.done += 1
+            if torchs: yield b if self.device is None else to_device(b, self.device)
+            else:
+                if self.dl.pin_memory and type(b)==list: b = tuple(b)
+                if (d := (self if '_device' in vars(self) else self.dl).device) is not None: b = on_device(b, d)
+                if is_empty(self.dl, 'after_batch'): yield b
+                else: yield self.after_batch(b) if p.seeds is None else self.seeding.transformed(self, p, b)
+        o.close(p)
+        vars(o.maker).pop('it', None)
 
-@patch
-def resume_at(self:DistributedDL,
-    batch:int, # Batch of this rank with which the next pass begins
-    then:callable=noop, # Called once in that pass, before anything of `batch` is computed in this process
-    alive:bool=False # `has_workers` before that pass: whether it needed no seed for data workers
-):
-    "Begin the next pass at `batch`; `len`, `weights` and `totals` stay those of a full pass"
-    self._next = Pass(batch, then, alive)
+    def resume_at(self,
+        batch:int, # Batch of this rank with which the next pass begins
+        then:callable=noop, # Called once in that pass, before anything of `batch` is computed in this process
+        alive:bool=False # `has_workers` before that pass: whether it needed no seed for data workers
+    ):
+        "Begin the next pass at `batch`; `len`, `weights` and `totals` stay those of a full pass"
+        self._next = Pass(batch, then, alive)
 
-# %% ../../nbs/207_data.loader.ipynb #cbaeedd7
-@patch
-def one_batch(self:DistributedDL):
-    "Return the first batch of this rank's share; nothing is exchanged"
-    o = self.another()
-    if o.n is not None and len(o)==0: raise ValueError('this loader does not contain any batches')
-    try:
-        with nullcontext() if isinstance(o.dl, TorchLoader) else o.source.fake_l.no_multiproc(): return first(o._over(Pass()))
-    finally: vars(o.source.maker).pop('it', None)
+    def one_batch(self):
+        "Return the first batch of this rank's share; nothing is exchanged"
+        o = self.another()
+        if o.n is not None and len(o)==0: raise ValueError('this loader does not contain any batches')
+        try:
+            with nullcontext() if isinstance(o.dl, TorchLoader) else o.source.fake_l.no_multiproc(): return first(o._over(Pass()))
+        finally: vars(o.source.maker).pop('it', None)
 
-@patch
-def another(self:DistributedDL):
-    "Return another share of the same loader; a pass over it leaves weights and workers of this one as they are"
-    res = copy(self)
-    res.source = None
-    res.follow()
-    return res
+    def another(self):
+        "Return another share of the same loader; a pass over it leaves weights and workers of this one as they are"
+        res = copy(self)
+        res.source = None
+        res.follow()
+        return res
 
-# %% ../../nbs/207_data.loader.ipynb #44a7a9f7
-@patch
-def do_item(self:DistributedDL,
-    s # Sample, `None` in a stream
-):
-    "Return item `s`, made by the user's loader"
-    return self.source.maker.do_item(s)
+    def do_item(self,
+        s # Sample, `None` in a stream
+    ):
+        "Return item `s`, made by the user's loader"
+        return self.source.maker.do_item(s)
 
-@patch
-def do_batch(self:DistributedDL,
-    b # List of items
-):
-    "Return a batch of the items `b`, made by the user's loader"
-    return self.source.maker.do_batch(b)
+    def do_batch(self,
+        b # List of items
+    ):
+        "Return a batch of the items `b`, made by the user's loader"
+        return self.source.maker.do_batch(b)
+
+    def new(self,
+        dataset=None, # As for `TfmdDL.new`
+        cls=None, # Ignored: the result has the class of this share
+        **kwargs # As for `TfmdDL.new`
+    ):
+        "Return this rank's share of `dl.new(dataset, **kwargs)`"
+        res = type(self)(self.dl.new(dataset, **kwargs), self.rank, self.world_size, self.device, self._of_rank)
+        res._in_job,res.in_step,res.seeding = self._in_job,self.in_step,self.seeding
+        return res
+
+    def total(self,
+        step:int # Number of a step in this epoch
+    )->int: # Samples of all ranks in it
+        "Return the number of samples that one process would have in the batch of `step`"
+        return self.totals.get(step, self.deal.g)
+
+    def n_steps(self)->int: # 0 if unknown
+        "Return the number of steps of rank 0, the most of all ranks; for a stream, the number of global batches read so far"
+        return self.deal.n_steps()
+
+    def _to_detach(self, b, cpu=True, gather=True):
+        "Return `b` detached; in a process group, with the rows of all ranks"
+        b = to_detach(b, cpu, gather=False)
+        return apply(_of_all, b) if gather and self._grouped else b
+
+    def to_detach(self,
+        b, # Last batch, or outputs for it: nested tensors
+        cpu:bool=True, # Whether to move it to the CPU
+        gather:bool=True # Whether to gather the rows of all ranks, in a process group
+    ): # As `b`
+        "Return `b` detached, gathered and without padding"
+        b = self._to_detach(b, cpu, gather)
+        return apply(partial(_cut, *self._pass.deal.padding(self._pass.done-1)), b) if gather and self._pass.done else b
 
 # %% ../../nbs/207_data.loader.ipynb #14a86000
 def _of_dl(k, *default):
@@ -203,53 +219,12 @@ DistributedDL.bs = property(lambda self: self._of_rank(batching(self.dl)[0]), _s
 DistributedDL.n = property(lambda self: self.deal.n, lambda self, v: setattr(self.dl, 'n', v))
 DistributedDL.drop_last = property(lambda self: batching(self.dl)[1], lambda self, v: setattr(self.dl, 'drop_last', v))
 
-# %% ../../nbs/207_data.loader.ipynb #6f913fcb
-@patch
-def new(self:DistributedDL,
-    dataset=None, # As for `TfmdDL.new`
-    cls=None, # Ignored: the result has the class of this share
-    **kwargs # As for `TfmdDL.new`
-):
-    "Return this rank's share of `dl.new(dataset, **kwargs)`"
-    res = type(self)(self.dl.new(dataset, **kwargs), self.rank, self.world_size, self.device, self._of_rank)
-    res._in_job,res.in_step,res.seeding = self._in_job,self.in_step,self.seeding
-    return res
-
-# %% ../../nbs/207_data.loader.ipynb #1ea572ff
-@patch
-def total(self:DistributedDL,
-    step:int # Number of a step in this epoch
-)->int: # Samples of all ranks in it
-    "Return the number of samples that one process would have in the batch of `step`"
-    return self.totals.get(step, self.deal.g)
-
-@patch
-def n_steps(self:DistributedDL)->int: # 0 if unknown
-    "Return the number of steps of rank 0, the most of all ranks; for a stream, the number of global batches read so far"
-    return self.deal.n_steps()
-
 # %% ../../nbs/207_data.loader.ipynb #5114051b
-@patch
-def _to_detach(self:DistributedDL, b, cpu=True, gather=True):
-    "Return `b` detached; in a process group, with the rows of all ranks"
-    b = to_detach(b, cpu, gather=False)
-    return apply(_of_all, b) if gather and self._grouped else b
-
 def _of_all(x):
     if not isinstance(x, torch.Tensor): return x
     return torch.cat(gather_rows(x)) if x.ndim else torch.cat(gather_rows(x[None])).mean()
 
 # %% ../../nbs/207_data.loader.ipynb #a833dd48
-@patch
-def to_detach(self:DistributedDL,
-    b, # Last batch, or outputs for it: nested tensors
-    cpu:bool=True, # Whether to move it to the CPU
-    gather:bool=True # Whether to gather the rows of all ranks, in a process group
-): # As `b`
-    "Return `b` detached, gathered and without padding"
-    b = self._to_detach(b, cpu, gather)
-    return apply(partial(_cut, *self._pass.deal.padding(self._pass.done-1)), b) if gather and self._pass.done else b
-
 def _cut(rows, padding, x):
     "Return tensor `x` without its last `padding` of `rows` rows"
     if not padding or not isinstance(x, torch.Tensor) or not x.ndim or len(x)%rows: return x

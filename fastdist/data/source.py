@@ -92,47 +92,43 @@ class FastaiSource:
 
     def close(self, p): self.maker.after_iter()
 
-# %% ../../nbs/205_data.source.ipynb #dc73fc20
-@patch
-def as_one(self:FastaiSource,
-    f:callable # Called with `maker`
-):
-    "Return `f(maker)`, with the batch size of all ranks together"
-    o,bs = self.maker,self.maker.bs
-    if bs is None: return f(o)
-    o.bs = self.deal.g
-    try: return f(o)
-    finally: o.bs = bs
+    def as_one(self,
+        f:callable # Called with `maker`
+    ):
+        "Return `f(maker)`, with the batch size of all ranks together"
+        o,bs = self.maker,self.maker.bs
+        if bs is None: return f(o)
+        o.bs = self.deal.g
+        try: return f(o)
+        finally: o.bs = bs
 
+    def n_batches(self)->int:
+        "Return the number of this rank's batches"
+        ranks = self.deal.ranks
+        return self.as_one(len) if ranks.slicing and _has_own_length(self.maker) else self.deal.n_batches(ranks.rank)
+
+    def endless_order(self,
+        p:Pass # The pass that begins
+    ):
+        "Return the order of samples without a known end; all ranks seed their data workers from rank 0's state"
+        def draw(o):
+            res = o.get_idxs()
+            if p.joint and self.deal.ranks.rank: self.fake_l.generator = torch.Generator().set_state(torch.get_rng_state())
+            return res
+        return p.draw(partial(self.as_one, draw), self.maker)
+
+    def made(self,
+        samps # Iterator over samples
+    ):
+        "Return the samples `samps` in lists of a batch, or one by one where a sample is a batch, as the user's loader makes them"
+        o = self.maker
+        if o.dataset is not None: o.it = iter(o.dataset)
+        return o.chunkify(filter(lambda b: b is not None, map(o.do_item, samps)))
+
+# %% ../../nbs/205_data.source.ipynb #dc73fc20
 def _has_own_length(dl): return type(dl).__len__ is not DataLoader.__len__ and not hasattr(dl, 'partial_n')
 
-@patch
-def n_batches(self:FastaiSource)->int:
-    "Return the number of this rank's batches"
-    ranks = self.deal.ranks
-    return self.as_one(len) if ranks.slicing and _has_own_length(self.maker) else self.deal.n_batches(ranks.rank)
-
 # %% ../../nbs/205_data.source.ipynb #ad9212dc
-@patch
-def endless_order(self:FastaiSource,
-    p:Pass # The pass that begins
-):
-    "Return the order of samples without a known end; all ranks seed their data workers from rank 0's state"
-    def draw(o):
-        res = o.get_idxs()
-        if p.joint and self.deal.ranks.rank: self.fake_l.generator = torch.Generator().set_state(torch.get_rng_state())
-        return res
-    return p.draw(partial(self.as_one, draw), self.maker)
-
-@patch
-def made(self:FastaiSource,
-    samps # Iterator over samples
-):
-    "Return the samples `samps` in lists of a batch, or one by one where a sample is a batch, as the user's loader makes them"
-    o = self.maker
-    if o.dataset is not None: o.it = iter(o.dataset)
-    return o.chunkify(filter(lambda b: b is not None, map(o.do_item, samps)))
-
 def skipped(
     n:int, # Number of samples that are missing
     what # The samples of the batch
@@ -191,6 +187,80 @@ class Indexed(FastaiSource):
         if o.dataset is not None: o.it = iter(o.dataset)
         return self.filled(iter(samps)) if self.alone else self.chunks(samps)
 
+    def chunks(self,
+        samps # This rank's samples
+    ):
+        "Yield batches of `samps`; skipped samples make them smaller"
+        o,bs,drop = self.maker,self.deal.bs,self.deal.drop_last and not self.deal.ranks.slicing
+        lists = samps.whole(bs, drop) if type(samps) is _Samples else chunked(samps, bs, drop)
+        for k,idxs in zip(count(self.first+self.offs, self.num_workers), lists):
+            plainly = makes_plainly(o)
+            b = rows(o.dataset, idxs) if plainly else None
+            if b is None:
+                items = self._all_items(idxs, plainly)
+                with nullcontext() if plainly else self._of_all(k):
+                    b = collate_items(o, items, plainly) if plainly else self._with_its_rows(k, idxs, items)
+            yield b
+
+    def _all_items(self, idxs, plainly=False):
+        o,fixed = self.maker,plainly and type(self.maker.dataset) in (list,tuple)
+        if self.seeds is None or fixed: res = fetch_items(o, idxs, plainly)
+        else: res = sum(self.seeds.read(idxs, lambda i: fetch_items(o, [i], plainly)), [])
+        if len(res)<len(idxs): raise skipped(len(idxs)-len(res), idxs)
+        return res
+
+    def _with_its_rows(self, k, idxs, items):
+        "Return the batch of `items`, this rank's part of batch `k`; its rows of the global batch where the rows of parts are others"
+        make = partial(collate_items, self.maker)
+        if self.parts is None and _are_numbers(items, idxs): self.parts = self._same_in_parts(k, make(items))
+        if self.parts is False: return self._rows_of_all(k)
+        b = make(items)
+        if self.grows or rows_match(b, len(items)): return b
+        self.grows,self.in_turn = grows_with(make, items, b)
+        return b if self.grows else self._rows_of_all(k)
+
+    def _same_in_parts(self, k, b):
+        "Return whether this rank's rows of the global batch `k` are `b`, made of its part; `None` where that is not known"
+        mine = batch_tensors(b)
+        if not mine or self.order is None: return None
+        whole = batch_tensors(self._rows_of_all(k))
+        return len(whole)==len(mine) and all(map(_equal, whole, mine))
+
+    def _rows_of_all(self, k):
+        "Return this rank's rows of batch `k` of all ranks, which the user's loader makes whole"
+        d,name = ifnone(self.dealt, self.deal),type(self.maker).__name__
+        if self.order is None or not d.ranks.slicing: raise other_rows(f'create_batch of {name}')
+        (lo,n,m),g = d.rows(k),d.g
+        idxs = listed(self.order[k*g:k*g+m])
+        if self.seeds: idxs = Placed(idxs, range(k*g, k*g+m), k)
+        items = self._all_items(idxs)
+        with drawing_rows((0,m,m)) if self.seeds else nullcontext(): b = self.as_one(lambda o: collate_items(o, items))
+        if not rows_match(b, m): raise other_rows(f'create_batch of {name}')
+        return slice_rows(b, m, slice(lo, lo+n) if n else slice(0, 1))
+
+    @contextmanager
+    def _of_all(self, k):
+        "Make this rank's part of batch `k` as in the global batch: what is drawn for it, and to which length texts are padded"
+        with drawing_rows(ifnone(self.dealt, self.deal).rows(k)) if self.seeds else nullcontext(),self._padding(k): yield
+
+    def _padding(self, k):
+        if not self.lens or self.deal.ranks.size==1 or is_empty(o := self.maker, 'before_batch'): return nullcontext()
+        return lent(o, before_batch=partial(padded_to, o.before_batch, max(lens_in(self.deal, self.lens, k))))
+
+    def filled(self,
+        samps # Iterator over samples
+    ):
+        "Yield batches of `bs` items that are not skipped, of `samps`"
+        o,bs,drop,items = self.maker,self.deal.bs,self.deal.drop_last,[]
+        while idxs := list(islice(samps, bs-len(items))):
+            b = None if items or drop and len(idxs)<bs or not makes_plainly(o) else rows(o.dataset, idxs)
+            if b is not None: yield b
+            else: items += fetch_items(o, idxs)
+            if len(items)==bs:
+                yield collate_items(o, items)
+                items = []
+        if items and not drop: yield collate_items(o, items)
+
 # %% ../../nbs/205_data.source.ipynb #8e3a3629
 class _Samples(chain):
     "Samples of the lists `of`, each a batch, one by one; or as the lists that they are"
@@ -202,94 +272,8 @@ class _Samples(chain):
 
     def whole(self, bs, drop): return (o for o in self.lists if len(o)==bs) if drop else self.lists
 
-# %% ../../nbs/205_data.source.ipynb #3c07a24e
-@patch
-def chunks(self:Indexed,
-    samps # This rank's samples
-):
-    "Yield batches of `samps`; skipped samples make them smaller"
-    o,bs,drop = self.maker,self.deal.bs,self.deal.drop_last and not self.deal.ranks.slicing
-    lists = samps.whole(bs, drop) if type(samps) is _Samples else chunked(samps, bs, drop)
-    for k,idxs in zip(count(self.first+self.offs, self.num_workers), lists):
-        plainly = makes_plainly(o)
-        b = rows(o.dataset, idxs) if plainly else None
-        if b is None:
-            items = self._all_items(idxs, plainly)
-            with nullcontext() if plainly else self._of_all(k):
-                b = collate_items(o, items, plainly) if plainly else self._with_its_rows(k, idxs, items)
-        yield b
-
-@patch
-def _all_items(self:Indexed, idxs, plainly=False):
-    o,fixed = self.maker,plainly and type(self.maker.dataset) in (list,tuple)
-    if self.seeds is None or fixed: res = fetch_items(o, idxs, plainly)
-    else: res = sum(self.seeds.read(idxs, lambda i: fetch_items(o, [i], plainly)), [])
-    if len(res)<len(idxs): raise skipped(len(idxs)-len(res), idxs)
-    return res
-
 # %% ../../nbs/205_data.source.ipynb #3c07a240
-@patch
-def _with_its_rows(self:Indexed, k, idxs, items):
-    "Return the batch of `items`, this rank's part of batch `k`; its rows of the global batch where the rows of parts are others"
-    make = partial(collate_items, self.maker)
-    if self.parts is None and _are_numbers(items, idxs): self.parts = self._same_in_parts(k, make(items))
-    if self.parts is False: return self._rows_of_all(k)
-    b = make(items)
-    if self.grows or rows_match(b, len(items)): return b
-    self.grows,self.in_turn = grows_with(make, items, b)
-    return b if self.grows else self._rows_of_all(k)
-
 def _are_numbers(items, idxs): return set(map(type, items))=={int} and items==list(idxs)
-
-# %% ../../nbs/205_data.source.ipynb #a6f56777
-@patch
-def _same_in_parts(self:Indexed, k, b):
-    "Return whether this rank's rows of the global batch `k` are `b`, made of its part; `None` where that is not known"
-    mine = batch_tensors(b)
-    if not mine or self.order is None: return None
-    whole = batch_tensors(self._rows_of_all(k))
-    return len(whole)==len(mine) and all(map(_equal, whole, mine))
-
-@patch
-def _rows_of_all(self:Indexed, k):
-    "Return this rank's rows of batch `k` of all ranks, which the user's loader makes whole"
-    d,name = ifnone(self.dealt, self.deal),type(self.maker).__name__
-    if self.order is None or not d.ranks.slicing: raise other_rows(f'create_batch of {name}')
-    (lo,n,m),g = d.rows(k),d.g
-    idxs = listed(self.order[k*g:k*g+m])
-    if self.seeds: idxs = Placed(idxs, range(k*g, k*g+m), k)
-    items = self._all_items(idxs)
-    with drawing_rows((0,m,m)) if self.seeds else nullcontext(): b = self.as_one(lambda o: collate_items(o, items))
-    if not rows_match(b, m): raise other_rows(f'create_batch of {name}')
-    return slice_rows(b, m, slice(lo, lo+n) if n else slice(0, 1))
-
-# %% ../../nbs/205_data.source.ipynb #2b91e4b4
-@patch
-@contextmanager
-def _of_all(self:Indexed, k):
-    "Make this rank's part of batch `k` as in the global batch: what is drawn for it, and to which length texts are padded"
-    with drawing_rows(ifnone(self.dealt, self.deal).rows(k)) if self.seeds else nullcontext(),self._padding(k): yield
-
-@patch
-def _padding(self:Indexed, k):
-    if not self.lens or self.deal.ranks.size==1 or is_empty(o := self.maker, 'before_batch'): return nullcontext()
-    return lent(o, before_batch=partial(padded_to, o.before_batch, max(lens_in(self.deal, self.lens, k))))
-
-# %% ../../nbs/205_data.source.ipynb #60bda3c7
-@patch
-def filled(self:Indexed,
-    samps # Iterator over samples
-):
-    "Yield batches of `bs` items that are not skipped, of `samps`"
-    o,bs,drop,items = self.maker,self.deal.bs,self.deal.drop_last,[]
-    while idxs := list(islice(samps, bs-len(items))):
-        b = None if items or drop and len(idxs)<bs or not makes_plainly(o) else rows(o.dataset, idxs)
-        if b is not None: yield b
-        else: items += fetch_items(o, idxs)
-        if len(items)==bs:
-            yield collate_items(o, items)
-            items = []
-    if items and not drop: yield collate_items(o, items)
 
 # %% ../../nbs/205_data.source.ipynb #954f7731
 class Endless(Indexed):
@@ -339,45 +323,38 @@ class Stream(FastaiSource):
         "Yield the batches of one process alone with their sizes, made as the loader makes them without a share"
         for b in self.made(samps): yield len(b) if self.deal.bs else 1,None,self.maker.do_batch(b)
 
-# %% ../../nbs/205_data.source.ipynb #ec8422a3
-@patch
-def sliced(self:Stream,
-    samps # Iterator over samples
-):
-    "Yield for each global batch its size, a digest of its first sample, and this rank's slice"
-    o,rank = self.maker,self.deal.ranks.rank
-    chunks,at = self._raw(samps),self.deal.slicer(rank)
-    for k,raw in zip(count(self.offs, self.num_workers), drawn_alike(chunks, rank, o) if self.joint and self.seeds is None else chunks):
-        mine = pick(raw, pos := at(len(raw)))
-        its = map(self._transformed, mine) if self.seeds is None else self.seeds.within('item').read(Placed(mine, pos+k*self.deal.g, k), self._transformed)
-        b = [x for x in its if x is not None]
-        if len(b)<len(mine): raise skipped(len(mine)-len(b), mine)
-        yield len(raw),items_digest(raw[:1]),o.do_batch(b if self.deal.bs else b[0]) if b else None
+    def sliced(self,
+        samps # Iterator over samples
+    ):
+        "Yield for each global batch its size, a digest of its first sample, and this rank's slice"
+        o,rank = self.maker,self.deal.ranks.rank
+        chunks,at = self._raw(samps),self.deal.slicer(rank)
+        for k,raw in zip(count(self.offs, self.num_workers), drawn_alike(chunks, rank, o) if self.joint and self.seeds is None else chunks):
+            mine = pick(raw, pos := at(len(raw)))
+            its = map(self._transformed, mine) if self.seeds is None else self.seeds.within('item').read(Placed(mine, pos+k*self.deal.g, k), self._transformed)
+            b = [x for x in its if x is not None]
+            if len(b)<len(mine): raise skipped(len(mine)-len(b), mine)
+            yield len(raw),items_digest(raw[:1]),o.do_batch(b if self.deal.bs else b[0]) if b else None
 
-@patch
-def _raw(self:Stream, samps):
-    "Yield the samples `samps` in global batches, without transforms"
-    if self.maker.dataset is not None: self.maker.it = iter(self.maker.dataset)
-    if self.seeds is not None: samps = self.seeds.before(samps, self._numbers())
-    yield from chunked(filter(lambda x: x is not None, map(self._read, samps)), self.deal.g, self.deal.drop_last)
+    def _raw(self, samps):
+        "Yield the samples `samps` in global batches, without transforms"
+        if self.maker.dataset is not None: self.maker.it = iter(self.maker.dataset)
+        if self.seeds is not None: samps = self.seeds.before(samps, self._numbers())
+        yield from chunked(filter(lambda x: x is not None, map(self._read, samps)), self.deal.g, self.deal.drop_last)
 
-# %% ../../nbs/205_data.source.ipynb #aa8b2c10
-@patch
-def _numbers(self:Stream):
-    "Return the positions in the stream of this data worker's samples"
-    return (i for i in count() if i//self.deal.g%self.num_workers==self.offs)
+    def _numbers(self):
+        "Return the positions in the stream of this data worker's samples"
+        return (i for i in count() if i//self.deal.g%self.num_workers==self.offs)
 
-@patch
-def _read(self:Stream, i):
-    "Return item `i` without transforms, `None` for a skipped one"
-    try: return self.maker.create_item(i)
-    except SkipItemException: return None
+    def _read(self, i):
+        "Return item `i` without transforms, `None` for a skipped one"
+        try: return self.maker.create_item(i)
+        except SkipItemException: return None
 
-@patch
-def _transformed(self:Stream, x):
-    "Return `x` after the item transforms, `None` for a skipped one"
-    try: return self.maker.after_item(x)
-    except SkipItemException: return None
+    def _transformed(self, x):
+        "Return `x` after the item transforms, `None` for a skipped one"
+        try: return self.maker.after_item(x)
+        except SkipItemException: return None
 
 # %% ../../nbs/205_data.source.ipynb #3c07a241
 def batch_tensors(

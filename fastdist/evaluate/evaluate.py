@@ -226,130 +226,113 @@ class Evaluate(JobCallback):
         "Merge metrics, losses and predictions of the evaluation"
         self._report(self.phases.current)
 
-# %% ../../nbs/311_evaluate.evaluate.ipynb #96e3d973
-@patch
-def _note(self:Evaluate, ph):
-    "Record the batch's size and loss, and exchange the batch for metrics that need it whole"
-    learn = self.learn
-    here = learn if self.weights.part else None
-    if ph.whole is None or ph.whole: self._whole_batches(ph, here)
-    if here is None: return self._silence(learn.metrics)
-    ph.sizes.append(n := batch_size(learn.yb or learn.xb))
-    if self.collecting and not learn.training: ph.rows.append(rows_now(learn, self.collecting[0].concat_dim))
-    if not learn.training and (loss := self._loss_numbers(n)) is not None: ph.losses.append(loss)
+    def _note(self, ph):
+        "Record the batch's size and loss, and exchange the batch for metrics that need it whole"
+        learn = self.learn
+        here = learn if self.weights.part else None
+        if ph.whole is None or ph.whole: self._whole_batches(ph, here)
+        if here is None: return self._silence(learn.metrics)
+        ph.sizes.append(n := batch_size(learn.yb or learn.xb))
+        if self.collecting and not learn.training: ph.rows.append(rows_now(learn, self.collecting[0].concat_dim))
+        if not learn.training and (loss := self._loss_numbers(n)) is not None: ph.losses.append(loss)
 
-@patch
-def _silence(self:Evaluate, mets):
-    for m in mets: m.accumulate = noop
+    def _silence(self, mets):
+        for m in mets: m.accumulate = noop
 
-# %% ../../nbs/311_evaluate.evaluate.ipynb #c04c3ce9
-@patch
-def _loss_numbers(self:Evaluate, n):
-    "Return numerator, denominator and size of this batch, `None` if its loss is a mean over samples"
-    summed,counts = self.reduction.kind
-    if not (summed or counts) or not len(self.learn.yb): return
-    with plain():
-        l = self.learn.loss
-        v = None if l.ndim else 1. if summed else normaliser(self.reduction.loss_func, self.learn.yb[0])
-        if v is None: return
-        if l.is_cpu: return [l.item()*v if v else 0., v, n]
-        v = torch.as_tensor(v, device=l.device)
-        return torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
+    def _loss_numbers(self, n):
+        "Return numerator, denominator and size of this batch, `None` if its loss is a mean over samples"
+        summed,counts = self.reduction.kind
+        if not (summed or counts) or not len(self.learn.yb): return
+        with plain():
+            l = self.learn.loss
+            v = None if l.ndim else 1. if summed else normaliser(self.reduction.loss_func, self.learn.yb[0])
+            if v is None: return
+            if l.is_cpu: return [l.item()*v if v else 0., v, n]
+            v = torch.as_tensor(v, device=l.device)
+            return torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
 
-# %% ../../nbs/311_evaluate.evaluate.ipynb #c43a5fbe
-@patch
-def _plan_metrics(self:Evaluate, here):
-    new = [m for m in self.learn.metrics if must_try(m) and (id(m) not in self.rules or id(m) in self.untold)]
-    if not new: return
-    targets,found = zip(*gather_objs((here is not None and len(here.yb)>0, [evidence(m, here) for m in new])))
-    if not any(targets): return
-    self.rules |= {id(m):rules_for(o) for m,*o in zip(new, *found)}
-    self.planned += new
-    self.untold = {id(m) for m,*o in zip(new, *found) if not any(f is not None for f in o)}
+    def _plan_metrics(self, here):
+        new = [m for m in self.learn.metrics if must_try(m) and (id(m) not in self.rules or id(m) in self.untold)]
+        if not new: return
+        targets,found = zip(*gather_objs((here is not None and len(here.yb)>0, [evidence(m, here) for m in new])))
+        if not any(targets): return
+        self.rules |= {id(m):rules_for(o) for m,*o in zip(new, *found)}
+        self.planned += new
+        self.untold = {id(m) for m,*o in zip(new, *found) if not any(f is not None for f in o)}
 
-@patch
-def _whole_batches(self:Evaluate, ph, here):
-    if ph.recorder is None: return
-    if ph.whole is None:
-        self.reduction.ask(here)
-        ph.zeros = {id(m):zero_state(m) for m in L(getattr(ph.recorder, 'loss', None)).filter()+self.learn.metrics}
-        self._plan_metrics(here)
-        ph.whole = [m for m in self.learn.metrics if self.rules.get(id(m), 1) is None]
-    if not ph.whole: return
-    batch = to_device(whole_batch(here, here and self._loss_parts(), self.settled), self.phases.world.device)
-    self._silence(ph.whole)
-    if len(batch['yb']): self._show(ph, batch)
+    def _whole_batches(self, ph, here):
+        if ph.recorder is None: return
+        if ph.whole is None:
+            self.reduction.ask(here)
+            ph.zeros = {id(m):zero_state(m) for m in L(getattr(ph.recorder, 'loss', None)).filter()+self.learn.metrics}
+            self._plan_metrics(here)
+            ph.whole = [m for m in self.learn.metrics if self.rules.get(id(m), 1) is None]
+        if not ph.whole: return
+        batch = to_device(whole_batch(here, here and self._loss_parts(), self.settled), self.phases.world.device)
+        self._silence(ph.whole)
+        if len(batch['yb']): self._show(ph, batch)
 
-# %% ../../nbs/311_evaluate.evaluate.ipynb #9a01d002
-@patch
-def _show(self:Evaluate, ph, batch):
-    "Call the metrics that need whole batches on the Learner with the attributes of one process"
-    n_iter = {} if ph.dl is None or ph.dl.n is None else dict(n_iter=ph.dl.n_steps())
-    with showing(self.learn, **batch, iter=len(ph.sizes), **n_iter):
-        for m in ph.whole: self._look(m)
+    def _show(self, ph, batch):
+        "Call the metrics that need whole batches on the Learner with the attributes of one process"
+        n_iter = {} if ph.dl is None or ph.dl.n is None else dict(n_iter=ph.dl.n_steps())
+        with showing(self.learn, **batch, iter=len(ph.sizes), **n_iter):
+            for m in ph.whole: self._look(m)
 
-@patch
-def _look(self:Evaluate, m):
-    try: type(m).accumulate(m, self.learn)
-    except Exception as e:
-        if why := why_apart(m, self.learn): add_note(e, f'{m.name}: {why}')
-        raise
+    def _look(self, m):
+        try: type(m).accumulate(m, self.learn)
+        except Exception as e:
+            if why := why_apart(m, self.learn): add_note(e, f'{m.name}: {why}')
+            raise
 
-@patch
-def _loss_parts(self:Evaluate):
-    "Return this rank's part of numerator and denominator of the batch's loss; in training that loss is the same on all ranks already"
-    if not len(self.learn.yb): return 0.,1.
-    l,n = self.learn.loss.detach().mean().cpu(),find_bs(self.learn.yb)
-    if self.learn.training: return l,1.
-    if self.reduction.kind[0]: return l,self.weights.part/self.phases.size
-    num,den,_ = ifnone(self._loss_numbers(n), (l*n,n,n))
-    return num,den
+    def _loss_parts(self):
+        "Return this rank's part of numerator and denominator of the batch's loss; in training that loss is the same on all ranks already"
+        if not len(self.learn.yb): return 0.,1.
+        l,n = self.learn.loss.detach().mean().cpu(),find_bs(self.learn.yb)
+        if self.learn.training: return l,1.
+        if self.reduction.kind[0]: return l,self.weights.part/self.phases.size
+        num,den,_ = ifnone(self._loss_numbers(n), (l*n,n,n))
+        return num,den
+
+    def catch_up(self):
+        "Take part in the exchanges of a batch of which this rank has no samples"
+        self._whole_batches(self.phases.current, None)
+
+    def _report(self, ph):
+        if ph is None or ph.dl is None: return
+        mets = self.learn.metrics if self.learn.training else L(getattr(ph.recorder, 'loss', None)).filter()+self.learn.metrics
+        if ph.recorder and (not self.learn.training or ph.train_metrics): self._merge_metrics(mets, ph)
+        if self.learn.training or self.phases.size==1: return
+        for cb in gathering(self.learn): gather_predictions(cb, ph, self.dst)
+        if getattr(ph.dl.source, 'in_turn', None) is False and gathering(self.learn): self.phases.warn_once('views', _views)
+
+    def _merge_metrics(self, mets, ph):
+        for m in mets: vars(m).pop('accumulate', None)
+        losses = (_stacked(ph.losses),self.reduction.kind[0]) if ph.losses and not self.learn.training else None
+        for m,why in merge_metrics(mets, ph.sizes, ph.zeros, self.rules, losses): self._whole_next(m, why)
+
+    def _whole_next(self, m, why):
+        self.rules[id(m)] = None
+        self.planned.append(m)
+        if self.record: self.record.differing.add(m.name)
+        if not self.phases.world.rank: warn(f'You use the metric {m.name}, whose state ranks cannot put together ({why}), so that it told of the samples of rank 0 alone. '
+            'From the next epoch on it gets whole batches, which takes an exchange for each')
+
+    @contextmanager
+    def watching(self):
+        "Record the numbers of all ranks inside this context"
+        self.settled = [o for o in vars(self.learn).values() if isinstance(o, Tensor)]
+        self.record = OneRecord(phases=self.phases)
+        if self.phases.size>1 and self.learn.cbs.filter(risinstance(ActivationStats)): self.phases.warn_once(ActivationStats, _own_stats)
+        with one_set_of_numbers(self.learn, self.record): yield
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #4234cb11
-@patch
-def catch_up(self:Evaluate):
-    "Take part in the exchanges of a batch of which this rank has no samples"
-    self._whole_batches(self.phases.current, None)
-
-@patch
-def _report(self:Evaluate, ph):
-    if ph is None or ph.dl is None: return
-    mets = self.learn.metrics if self.learn.training else L(getattr(ph.recorder, 'loss', None)).filter()+self.learn.metrics
-    if ph.recorder and (not self.learn.training or ph.train_metrics): self._merge_metrics(mets, ph)
-    if self.learn.training or self.phases.size==1: return
-    for cb in gathering(self.learn): gather_predictions(cb, ph, self.dst)
-    if getattr(ph.dl.source, 'in_turn', None) is False and gathering(self.learn): self.phases.warn_once('views', _views)
-
 _views = ('create_batch makes more rows than samples and does not put the rows of a sample behind those of the one before, so the predictions of a batch come rank by rank. '
     'HINT: evaluate outside of the context for the order of one process')
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #9a01d004
-@patch
-def _merge_metrics(self:Evaluate, mets, ph):
-    for m in mets: vars(m).pop('accumulate', None)
-    losses = (_stacked(ph.losses),self.reduction.kind[0]) if ph.losses and not self.learn.training else None
-    for m,why in merge_metrics(mets, ph.sizes, ph.zeros, self.rules, losses): self._whole_next(m, why)
-
-@patch
-def _whole_next(self:Evaluate, m, why):
-    self.rules[id(m)] = None
-    self.planned.append(m)
-    if self.record: self.record.differing.add(m.name)
-    if not self.phases.world.rank: warn(f'You use the metric {m.name}, whose state ranks cannot put together ({why}), so that it told of the samples of rank 0 alone. '
-        'From the next epoch on it gets whole batches, which takes an exchange for each')
-
 def _stacked(rows):
     return torch.stack(rows).double().cpu() if isinstance(rows[0], torch.Tensor) else torch.tensor(rows, dtype=torch.float64)
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #f56cb34c
 _own_stats = ('ActivationStats records what a rank\'s own part of the batch puts out, so its statistics are those of rank 0, and differ from one process. '
     'HINT: record them in a fit of one process')
-
-@patch
-@contextmanager
-def watching(self:Evaluate):
-    "Record the numbers of all ranks inside this context"
-    self.settled = [o for o in vars(self.learn).values() if isinstance(o, Tensor)]
-    self.record = OneRecord(phases=self.phases)
-    if self.phases.size>1 and self.learn.cbs.filter(risinstance(ActivationStats)): self.phases.warn_once(ActivationStats, _own_stats)
-    with one_set_of_numbers(self.learn, self.record): yield

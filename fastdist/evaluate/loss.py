@@ -252,37 +252,33 @@ class Reduction:
         told = getattr(self.asked.get(id(f)), 'kind', None)
         return told=='sum' or told!='mean' and is_summed(f),has_normaliser(f)
 
+    def ask(self,
+        here # The Learner with this rank's batch, `None` if it has none
+    ):
+        "Determine the reduction of the loss, unless it is known; all ranks call it at the same place"
+        o = self.of(self.loss_func)
+        if o.told: return
+        o.calls += 1
+        if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
+        mine = (here.pred,here.yb) if here is not None and len(here.yb) else None
+        found = {*gather_objs(how_reduced(o.f, *mine) if mine else None)}-{None} or {self._ask_together(o.f, gather_objs(mine))}-{None}
+        if found: self._settle(o, 'untold' if 'untold' in found else 'other' if len(found)>1 else found.pop())
+
+    def _settle(self, o, kind):
+        o.told,o.kind = True,kind
+        self._kind = self._kind_of(o.f)
+        if self.world.rank: return
+        if kind=='other': warn('Your loss is {}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: {}'.format(*_why_other(o.f)))
+        if kind=='untold' and not stated(o.f): unsettled('your loss does not say how it reduces, and is taken for a mean over samples')
+
+    def _ask_together(self, f, parts):
+        parts = to_device([p for p in parts if p], self.world.device)
+        try: return how_reduced(f, *[join_rows(list(o)) for o in zip(*parts)]) if parts else None
+        except Exception: return
+
 # %% ../../nbs/306_evaluate.loss.ipynb #b1381f75
-@patch
-def ask(self:Reduction,
-    here # The Learner with this rank's batch, `None` if it has none
-):
-    "Determine the reduction of the loss, unless it is known; all ranks call it at the same place"
-    o = self.of(self.loss_func)
-    if o.told: return
-    o.calls += 1
-    if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
-    mine = (here.pred,here.yb) if here is not None and len(here.yb) else None
-    found = {*gather_objs(how_reduced(o.f, *mine) if mine else None)}-{None} or {self._ask_together(o.f, gather_objs(mine))}-{None}
-    if found: self._settle(o, 'untold' if 'untold' in found else 'other' if len(found)>1 else found.pop())
-
-@patch
-def _settle(self:Reduction, o, kind):
-    o.told,o.kind = True,kind
-    self._kind = self._kind_of(o.f)
-    if self.world.rank: return
-    if kind=='other': warn('Your loss is {}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: {}'.format(*_why_other(o.f)))
-    if kind=='untold' and not stated(o.f): unsettled('your loss does not say how it reduces, and is taken for a mean over samples')
-
 def _why_other(f):
     "Return what the loss `f` is, which is not one mean nor a sum, and a hint"
     if not has_two_means(f): return 'neither a sum nor a mean over samples','use a loss of fastai or torch, which say by what they divide'
     return ("the sum of two means, one over samples and one over their class weights, which no single weight of a rank's gradients makes those of one process",
         f'CrossEntropyLossFlat(weight=..., label_smoothing={loss_module(f).eps}), which is one mean over class weights, and exact')
-
-# %% ../../nbs/306_evaluate.loss.ipynb #78083b6c
-@patch
-def _ask_together(self:Reduction, f, parts):
-    parts = to_device([p for p in parts if p], self.world.device)
-    try: return how_reduced(f, *[join_rows(list(o)) for o in zip(*parts)]) if parts else None
-    except Exception: return

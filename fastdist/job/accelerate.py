@@ -98,40 +98,34 @@ class ProcessAccelerator:
         self.forget()
         if self.owned: forget_state()
 
-# %% ../../nbs/010_job.accelerate.ipynb #569f85eb
-@patch
-def prepare(self:ProcessAccelerator,
-    model:torch.nn.Module, # On its device
-    carrier:callable=None, # `carrier(model)` has the forward pass of `model` and a parameter `carry`; `model` itself by default
-    left=() # Parameters of `model` that are not in the exchange
-)->torch.nn.Module: # In `DistributedDataParallel` if there are several ranks and it has trainable parameters; compiled if the options say so
-    "Return the module for the forward pass of training; `model` itself is not changed"
-    shared = carrier(model) if carrier and self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
-    self.carry = shared.carry if shared is not model and self._carries() else None
-    if shared is not model: self._fit_for_ddp(shared, left)
-    self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=self._buffers_each_step(model))
-    with accelerate_env(self.world), catch_warnings():
-        filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
-        res = self.acc.prepare_model(shared)
-    vars(shared).pop('_is_accelerate_prepared', None)
-    return res
+    def prepare(self,
+        model:torch.nn.Module, # On its device
+        carrier:callable=None, # `carrier(model)` has the forward pass of `model` and a parameter `carry`; `model` itself by default
+        left=() # Parameters of `model` that are not in the exchange
+    )->torch.nn.Module: # In `DistributedDataParallel` if there are several ranks and it has trainable parameters; compiled if the options say so
+        "Return the module for the forward pass of training; `model` itself is not changed"
+        shared = carrier(model) if carrier and self.world.size>1 and any(p.requires_grad for p in model.parameters()) else model
+        self.carry = shared.carry if shared is not model and self._carries() else None
+        if shared is not model: self._fit_for_ddp(shared, left)
+        self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=self._buffers_each_step(model))
+        with accelerate_env(self.world), catch_warnings():
+            filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
+            res = self.acc.prepare_model(shared)
+        vars(shared).pop('_is_accelerate_prepared', None)
+        return res
 
-# %% ../../nbs/010_job.accelerate.ipynb #85a0f5cc
-@patch
-def _fit_for_ddp(self:ProcessAccelerator, shared, left=()):
-    "Let DDP wait for the gradients that a backward pass gives: not for those of a carrier that carries nothing, of `left`, and of parameters without elements"
-    shared.carry.requires_grad_(self._carries())
-    ids = {id(p) for p in left}
-    out = [n for n,p in shared.named_parameters(remove_duplicate=False) if id(p) in ids or not p.numel()]
-    for p in shared.parameters(): vars(p).pop('_ddp_ignored', None) # of a wrapper before
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(shared, out)
+    def _fit_for_ddp(self, shared, left=()):
+        "Let DDP wait for the gradients that a backward pass gives: not for those of a carrier that carries nothing, of `left`, and of parameters without elements"
+        shared.carry.requires_grad_(self._carries())
+        ids = {id(p) for p in left}
+        out = [n for n,p in shared.named_parameters(remove_duplicate=False) if id(p) in ids or not p.numel()]
+        for p in shared.parameters(): vars(p).pop('_ddp_ignored', None) # of a wrapper before
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(shared, out)
 
-@patch
-def _buffers_each_step(self:ProcessAccelerator, model):
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    return self.ddp_options.broadcast_buffers and len(list(model.buffers()))>len([b for m in norms for b in m.buffers(recurse=False)])
+    def _buffers_each_step(self, model):
+        norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        return self.ddp_options.broadcast_buffers and len(list(model.buffers()))>len([b for m in norms for b in m.buffers(recurse=False)])
 
-@patch
-def _carries(self:ProcessAccelerator):
-    "Return whether DDP averages numbers exactly: without a search for unused parameters and without a communication hook"
-    return not self.ddp_options.find_unused_parameters and self.ddp_options.comm_hook==DDPCommunicationHookType.NO
+    def _carries(self):
+        "Return whether DDP averages numbers exactly: without a search for unused parameters and without a communication hook"
+        return not self.ddp_options.find_unused_parameters and self.ddp_options.comm_hook==DDPCommunicationHookType.NO

@@ -145,79 +145,70 @@ class Agent:
             if msg['kind']=='end': return self.over.set()
             if f := getattr(self, f'on_{msg["kind"]}', None): f(data, **{k:v for k,v in msg.items() if k not in ('kind','n')})
 
-# %% ../../nbs/014_job.agent.ipynb #9dfebfdf
-@patch
-def on_listen(self:Agent, data, at, port=0):
-    "Let other agents try how they reach this machine"
-    self.meeting = Meeting(at, port)
-    self.link.send('listening', self.meeting.nonce, port=self.meeting.port)
+    def on_listen(self, data, at, port=0):
+        "Let other agents try how they reach this machine"
+        self.meeting = Meeting(at, port)
+        self.link.send('listening', self.meeting.nonce, port=self.meeting.port)
 
-@patch
-def on_reach(self:Agent, nonce, at, port):
-    "Try how the machine of rank 0 is reached"
-    here = addresses()
-    self.link.send('reached', ways={k:here.get(v, '') for k,v in reached(at, port, nonce).items()})
+    def on_reach(self, nonce, at, port):
+        "Try how the machine of rank 0 is reached"
+        here = addresses()
+        self.link.send('reached', ways={k:here.get(v, '') for k,v in reached(at, port, nonce).items()})
+
+    def on_run(self, data, **job):
+        "Run ranks, and send how they ended"
+        if self.meeting: self.meeting.close()
+        for i,r in enumerate(job['ranks'] if self.own_gpus else ()): job['of'][str(r)]['DEFAULT_GPU'] = str(i)
+        _go_to(job['folder'], job['path'])
+        with ExitStack() as stack:
+            d = Path(stack.enter_context(TemporaryDirectory(prefix='fastdist')))
+            self._receive(d/'call')
+            ranks = Ranks(job['ranks'], d, partial(self._outputs, job))
+            try:
+                for p in start_here(ranks.ids, d, 'fork', lambda r: job['env'] | job['of'][str(r)]): ranks.procs.append(p)
+                ranks.watch(partial(self._check, ranks))
+                ended = [p for p in ranks.procs if not p.is_alive()]
+                self._report(ranks, ended, job['results'])
+            finally: ranks.end()
+            self._report(ranks, [p for p in ranks.procs if p not in ended])
+
+    def _receive(self, path):
+        "Write the file `call` that comes from the head"
+        with open(path, 'wb') as f:
+            while True:
+                msg,data = self.next(60) or (dict(kind='nothing'),b'')
+                if msg['kind']=='call': f.write(data)
+                if msg.get('last'): return
+
+    def _outputs(self, job, rank, d):
+        kinds = ['out','err'] + ['show']*job['shows']
+        return [Output(d/f'{k}{rank}', _Sent(self.link, k, rank) if rank in job['heard'] else None) for k in kinds]
+
+    def _check(self, ranks):
+        while o := self.next(0):
+            if o[0]['kind']=='signal': _pass(ranks, **o[0])
+            if o[0]['kind']=='end': raise HeadGone
+
+    def _report(self, ranks, ended, results=None):
+        "Send how the ranks `ended` did; without `results` they were ended here, and neither their errors nor their exit codes explain anything"
+        for p in ended:
+            for kind in ('failure','result') if results is not None else ():
+                at = ranks.d/f'{kind}{p.rank}'
+                if at.exists() and (kind=='failure' or p.rank in results): self.link.send_file(kind, at, rank=p.rank)
+            tail = b'' if ranks.of[p.rank][1].to else ranks.of[p.rank][1].tail
+            if p.exitcode and results is not None: self.link.send('err', tail, rank=p.rank)
+            self.link.send('exit', rank=p.rank, code=0 if results is None else p.exitcode)
 
 # %% ../../nbs/014_job.agent.ipynb #9b8c5d5e
-@patch
-def on_run(self:Agent, data, **job):
-    "Run ranks, and send how they ended"
-    if self.meeting: self.meeting.close()
-    for i,r in enumerate(job['ranks'] if self.own_gpus else ()): job['of'][str(r)]['DEFAULT_GPU'] = str(i)
-    _go_to(job['folder'], job['path'])
-    with ExitStack() as stack:
-        d = Path(stack.enter_context(TemporaryDirectory(prefix='fastdist')))
-        self._receive(d/'call')
-        ranks = Ranks(job['ranks'], d, partial(self._outputs, job))
-        try:
-            for p in start_here(ranks.ids, d, 'fork', lambda r: job['env'] | job['of'][str(r)]): ranks.procs.append(p)
-            ranks.watch(partial(self._check, ranks))
-            ended = [p for p in ranks.procs if not p.is_alive()]
-            self._report(ranks, ended, job['results'])
-        finally: ranks.end()
-        self._report(ranks, [p for p in ranks.procs if p not in ended])
-
 def _go_to(folder, path):
     "Go to the head's folder, and import from where the head does, as far as this machine has them"
     with suppress(OSError): os.chdir(folder)
     sys.path[:] = list(dict.fromkeys([*(o for o in path if os.path.isdir(o)), *sys.path]))
 
-@patch
-def _receive(self:Agent, path):
-    "Write the file `call` that comes from the head"
-    with open(path, 'wb') as f:
-        while True:
-            msg,data = self.next(60) or (dict(kind='nothing'),b'')
-            if msg['kind']=='call': f.write(data)
-            if msg.get('last'): return
-
 # %% ../../nbs/014_job.agent.ipynb #ad316375
-@patch
-def _outputs(self:Agent, job, rank, d):
-    kinds = ['out','err'] + ['show']*job['shows']
-    return [Output(d/f'{k}{rank}', _Sent(self.link, k, rank) if rank in job['heard'] else None) for k in kinds]
-
-@patch
-def _check(self:Agent, ranks):
-    while o := self.next(0):
-        if o[0]['kind']=='signal': _pass(ranks, **o[0])
-        if o[0]['kind']=='end': raise HeadGone
-
 def _pass(ranks, rank, number, **_):
     for p in ranks.procs:
         if rank in (p.rank,None): p.send(number) if number!=signal.SIGKILL else p.kill()
-
-# %% ../../nbs/014_job.agent.ipynb #a14f3387
-@patch
-def _report(self:Agent, ranks, ended, results=None):
-    "Send how the ranks `ended` did; without `results` they were ended here, and neither their errors nor their exit codes explain anything"
-    for p in ended:
-        for kind in ('failure','result') if results is not None else ():
-            at = ranks.d/f'{kind}{p.rank}'
-            if at.exists() and (kind=='failure' or p.rank in results): self.link.send_file(kind, at, rank=p.rank)
-        tail = b'' if ranks.of[p.rank][1].to else ranks.of[p.rank][1].tail
-        if p.exitcode and results is not None: self.link.send('err', tail, rank=p.rank)
-        self.link.send('exit', rank=p.rank, code=0 if results is None else p.exitcode)
 
 # %% ../../nbs/014_job.agent.ipynb #8ad3cce2
 uncollected = 'import gc; gc.disable()' # what a process runs before the imports that `end_imports` ends

@@ -130,47 +130,40 @@ class DetachedJob:
     def _ended(self): return first(k for k,f in (('done','result'),('failed','failure')) if (self.d/f).exists())
     def __repr__(self): return f'{self.name}: {self.status}, began {self.info["when"]}, {self.info["calls"]}'
 
-# %% ../../nbs/019_job.detached.ipynb #f279b4d4
-@patch
-def log(self:DetachedJob)->str:
-    "Return what the job has printed; of a line that was written again and again, as a progress bar is, the last"
-    return '\n'.join(o.rstrip('\r').rpartition('\r')[2].rstrip() for o in (self.d/'log').read_bytes().decode(errors='replace').split('\n'))
+    def log(self)->str:
+        "Return what the job has printed; of a line that was written again and again, as a progress bar is, the last"
+        return '\n'.join(o.rstrip('\r').rpartition('\r')[2].rstrip() for o in (self.d/'log').read_bytes().decode(errors='replace').split('\n'))
 
-@patch
-def wait(self:DetachedJob,
-    timeout:float=None # Seconds; for ever by default
-)->DetachedJob: # Itself
-    "Wait until the job has ended; raise `TimeoutError` if that takes longer than `timeout`"
-    end = time.monotonic()+(float('inf') if timeout is None else timeout)
-    while self.status=='running':
-        if time.monotonic()>end: raise TimeoutError(f'{self.name} still runs after {timeout} s')
-        time.sleep(0.1)
-    return self
+    def wait(self,
+        timeout:float=None # Seconds; for ever by default
+    )->'DetachedJob': # Itself
+        "Wait until the job has ended; raise `TimeoutError` if that takes longer than `timeout`"
+        end = time.monotonic()+(float('inf') if timeout is None else timeout)
+        while self.status=='running':
+            if time.monotonic()>end: raise TimeoutError(f'{self.name} still runs after {timeout} s')
+            time.sleep(0.1)
+        return self
 
-# %% ../../nbs/019_job.detached.ipynb #ac9d3c32
-@patch
-def cancel(self:DetachedJob,
-    grace:float=10 # Seconds from the first signal to the last
-):
-    "End the job and its ranks, as Ctrl-C would; it can be called at any time"
-    if self.status=='running': (self.d/'cancelled').touch()
-    for sig in (signal.SIGINT,signal.SIGTERM,getattr(signal, 'SIGKILL', signal.SIGTERM)):
-        if self.status=='running': _signalled(self.info['pid'], sig)
-        with suppress(TimeoutError): return self.wait(grace/2)
+    def cancel(self,
+        grace:float=10 # Seconds from the first signal to the last
+    ):
+        "End the job and its ranks, as Ctrl-C would; it can be called at any time"
+        if self.status=='running': (self.d/'cancelled').touch()
+        for sig in (signal.SIGINT,signal.SIGTERM,getattr(signal, 'SIGKILL', signal.SIGTERM)):
+            if self.status=='running': _signalled(self.info['pid'], sig)
+            with suppress(TimeoutError): return self.wait(grace/2)
 
-@patch
-def result(self:DetachedJob,
-    *into # Learners, or objects with `model` and `optimizer`, that take on what the job trained, in the order in which the function has them
-):
-    "Wait for the job, and return what the function returned; raise its error if it failed"
-    self.wait()
-    if self.status=='done': return self.home(read(self.d/'result'), into)
-    if self.status=='cancelled': raise RankError(None, f'{self.name} was cancelled', shown=False)
-    if self.status=='failed': raise pickle.loads((self.d/'failure').read_bytes())
-    raise RankError(None, f'The process of {self.name} ended without a word. The end of what it printed:\n{self.log()[-2000:]}', shown=False)
+    def result(self,
+        *into # Learners, or objects with `model` and `optimizer`, that take on what the job trained, in the order in which the function has them
+    ):
+        "Wait for the job, and return what the function returned; raise its error if it failed"
+        self.wait()
+        if self.status=='done': return self.home(read(self.d/'result'), into)
+        if self.status=='cancelled': raise RankError(None, f'{self.name} was cancelled', shown=False)
+        if self.status=='failed': raise pickle.loads((self.d/'failure').read_bytes())
+        raise RankError(None, f'The process of {self.name} ended without a word. The end of what it printed:\n{self.log()[-2000:]}', shown=False)
 
-@patch
-def delete(self:DetachedJob):
-    "Remove the job's folder; it must not run any more"
-    if self.status=='running': raise RuntimeError(f'{self.name} runs. HINT: cancel() it before')
-    rmtree(self.d)
+    def delete(self):
+        "Remove the job's folder; it must not run any more"
+        if self.status=='running': raise RuntimeError(f'{self.name} runs. HINT: cancel() it before')
+        rmtree(self.d)

@@ -72,40 +72,34 @@ class RemoteRank:
             with suppress(OSError): os.close(o)
         self.pipes = {}
 
-# %% ../../nbs/015_job.fleet.ipynb #2c515485
-@patch
-def take(self:RemoteRank,
-    msg:dict, # Frame of the agent
-    data:bytes # Of the frame
-):
-    "Put what the agent has sent where this process looks for it"
-    kind = msg['kind']
-    if kind in ('out','err','show'): self._print(kind, data)
-    if kind in ('failure','result'): self._append(kind, data, msg['last'])
-    if kind=='exit': self.end(msg['code'])
+    def take(self,
+        msg:dict, # Frame of the agent
+        data:bytes # Of the frame
+    ):
+        "Put what the agent has sent where this process looks for it"
+        kind = msg['kind']
+        if kind in ('out','err','show'): self._print(kind, data)
+        if kind in ('failure','result'): self._append(kind, data, msg['last'])
+        if kind=='exit': self.end(msg['code'])
 
-@patch
-def _print(self:RemoteRank, kind, data):
-    with suppress(OSError): # nobody reads any more
-        if kind not in self.pipes: self.pipes[kind] = os.open(self.d/f'{kind}{self.rank}', os.O_WRONLY)
-        while data: data = data[os.write(self.pipes[kind], data):]
+    def _print(self, kind, data):
+        with suppress(OSError): # nobody reads any more
+            if kind not in self.pipes: self.pipes[kind] = os.open(self.d/f'{kind}{self.rank}', os.O_WRONLY)
+            while data: data = data[os.write(self.pipes[kind], data):]
 
-@patch
-def _append(self:RemoteRank, kind, data, last):
-    at = self.d/f'.{kind}{self.rank}'
-    with suppress(OSError), open(at, 'ab') as f: f.write(data)
-    if last: at.replace(self.d/f'{kind}{self.rank}')
+    def _append(self, kind, data, last):
+        at = self.d/f'.{kind}{self.rank}'
+        with suppress(OSError), open(at, 'ab') as f: f.write(data)
+        if last: at.replace(self.d/f'{kind}{self.rank}')
 
-# %% ../../nbs/015_job.fleet.ipynb #4346db37
-@patch
-def end(self:RemoteRank,
-    code:int, # Exit code
-    why:str='' # What happened to it, where more than its exit code is known
-):
-    "Note how it ended"
-    if not self.is_alive(): return
-    self.exitcode,self.why = code,why
-    self.ended.set()
+    def end(self,
+        code:int, # Exit code
+        why:str='' # What happened to it, where more than its exit code is known
+    ):
+        "Note how it ended"
+        if not self.is_alive(): return
+        self.exitcode,self.why = code,why
+        self.ended.set()
 
 # %% ../../nbs/015_job.fleet.ipynb #0d94286d
 class EngineError(RuntimeError):
@@ -223,6 +217,41 @@ class Fleet:
         while not self.done.wait(2):
             for o in self.nodes: o.ping()
 
+    def meet(self)->tuple: # Address and port of rank 0; interface of each agent
+        "Return where ranks meet; raise `EngineError` if a machine reaches no address of rank 0's"
+        head,*rest = self.nodes
+        own = self.hellos[0]['addresses']
+        at = [*own] if len({o.name for o in self.nodes})>1 else ['127.0.0.1']
+        head.link.send('listen', at=at, port=int(os.environ.get('MASTER_PORT', 0)))
+        msg,nonce = head.answer()
+        for o in rest: o.link.send('reach', nonce, at=at, port=msg['port'])
+        ways = [o.answer()[0]['ways'] for o in rest]
+        both = [a for a in at if all(a in w for w in ways)]
+        lost = [o.name for o,w in zip(rest, ways) if not w] or [o.name for o in rest]
+        if not both: raise EngineError(f'{", ".join(lost)} cannot reach {head.name}, where rank 0 is, at any of {", ".join(at)}. HINT: open the ports between the machines, or name first a machine that all reach')
+        return both[0],msg['port'],[own[both[0]],*(w[both[0]] for w in ways)]
+
+    def start(self,
+        fun:callable, # As for `start_ranks`
+        n:int, # Number of ranks
+        d:Path, # Folder in which the head looks for output, results and errors
+        show_all:bool=False, # Whether the output of all ranks is sent
+        results=(0,) # Ranks whose results are sent
+    ): # `RemoteRank` of each rank, in their order
+        "Start `n` ranks that call `fun`"
+        worlds = deal(n, [o.name for o in self.nodes], getattr(self.engine, 'counts', None))
+        addr,port,ways = self.meet()
+        self.stack.enter_context(swept(d))
+        write_call(fun, d)
+        env = travelling(os.environ)|dict(PYTHONUNBUFFERED='1', FASTDIST_ENGINE=self.engine.name)
+        heard = list(range(n)) if show_all else [0]
+        shared = dict(folder=os.getcwd(), path=own_path(), env=env, results=list(results), heard=heard, shows=bool(Shown().publish))
+        for node,ws,way in zip(self.nodes, worlds, ways):
+            node.ranks = {w.rank:RemoteRank(w.rank, node.name, node.link, d) for w in ws}
+            node.link.send('run', ranks=[w.rank for w in ws], of={w.rank:_place(w, addr, port, way) for w in ws}, **shared)
+        for o in self.nodes: o.link.send_file('call', d/'call')
+        return sorted((p for o in self.nodes for p in o.ranks.values()), key=lambda p: p.rank)
+
 # %% ../../nbs/015_job.fleet.ipynb #5b7d1e02
 @contextmanager
 def swept(
@@ -235,44 +264,7 @@ def swept(
         p.stdin.close()
         p.wait()
 
-# %% ../../nbs/015_job.fleet.ipynb #0a62a6c6
-@patch
-def meet(self:Fleet)->tuple: # Address and port of rank 0; interface of each agent
-    "Return where ranks meet; raise `EngineError` if a machine reaches no address of rank 0's"
-    head,*rest = self.nodes
-    own = self.hellos[0]['addresses']
-    at = [*own] if len({o.name for o in self.nodes})>1 else ['127.0.0.1']
-    head.link.send('listen', at=at, port=int(os.environ.get('MASTER_PORT', 0)))
-    msg,nonce = head.answer()
-    for o in rest: o.link.send('reach', nonce, at=at, port=msg['port'])
-    ways = [o.answer()[0]['ways'] for o in rest]
-    both = [a for a in at if all(a in w for w in ways)]
-    lost = [o.name for o,w in zip(rest, ways) if not w] or [o.name for o in rest]
-    if not both: raise EngineError(f'{", ".join(lost)} cannot reach {head.name}, where rank 0 is, at any of {", ".join(at)}. HINT: open the ports between the machines, or name first a machine that all reach')
-    return both[0],msg['port'],[own[both[0]],*(w[both[0]] for w in ways)]
-
 # %% ../../nbs/015_job.fleet.ipynb #f2c14d3d
-@patch
-def start(self:Fleet,
-    fun:callable, # As for `start_ranks`
-    n:int, # Number of ranks
-    d:Path, # Folder in which the head looks for output, results and errors
-    show_all:bool=False, # Whether the output of all ranks is sent
-    results=(0,) # Ranks whose results are sent
-): # `RemoteRank` of each rank, in their order
-    "Start `n` ranks that call `fun`"
-    worlds = deal(n, [o.name for o in self.nodes], getattr(self.engine, 'counts', None))
-    addr,port,ways = self.meet()
-    self.stack.enter_context(swept(d))
-    write_call(fun, d)
-    env = travelling(os.environ)|dict(PYTHONUNBUFFERED='1', FASTDIST_ENGINE=self.engine.name)
-    shared = dict(folder=os.getcwd(), path=own_path(), env=env, results=list(results), heard=list(range(n)) if show_all else [0], shows=bool(Shown().publish))
-    for node,ws,way in zip(self.nodes, worlds, ways):
-        node.ranks = {w.rank:RemoteRank(w.rank, node.name, node.link, d) for w in ws}
-        node.link.send('run', ranks=[w.rank for w in ws], of={w.rank:_place(w, addr, port, way) for w in ws}, **shared)
-    for o in self.nodes: o.link.send_file('call', d/'call')
-    return sorted((p for o in self.nodes for p in o.ranks.values()), key=lambda p: p.rank)
-
 def _place(w, addr, port, way):
     nets = dict(GLOO_SOCKET_IFNAME=way, NCCL_SOCKET_IFNAME=way) if way else {}
     return {k:v for k,v in nets.items() if k not in os.environ} | world_vars(w) | dict(MASTER_ADDR=addr, MASTER_PORT=str(port))

@@ -212,91 +212,77 @@ class Membership:
         "Undo `join`; safe to call twice, and after other code has destroyed the group"
         with self.undo: self._leave_group()
 
-# %% ../../nbs/006_job.group.ipynb #2bf0c3e5
-@patch
-def _join(self:Membership, timeout, backend):
-    w = self.world
-    self.undo.callback(set_env, set_env(world_vars(w)))
-    if w.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: self._share_cores(w.local_size)
-    if dist.is_initialized(): return
-    self.undo.callback(_hook_in())
-    self._make_group(timeout, backend or w.backend)
-    self._watch_new_groups()
+    def _join(self, timeout, backend):
+        w = self.world
+        self.undo.callback(set_env, set_env(world_vars(w)))
+        if w.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: self._share_cores(w.local_size)
+        if dist.is_initialized(): return
+        self.undo.callback(_hook_in())
+        self._make_group(timeout, backend or w.backend)
+        self._watch_new_groups()
 
-@patch
-def _share_cores(self:Membership, n):
-    self.undo.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(max(1, torch.get_num_threads()//n))
+    def _share_cores(self, n):
+        self.undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(max(1, torch.get_num_threads()//n))
 
-@patch
-def _leave_group(self:Membership):
-    if self.joined and dist.is_initialized(): _destroy_groups()
-    if self.joined: _owners.remove(self)
-    self.joined,self.connections = False,{}
+    def _leave_group(self):
+        if self.joined and dist.is_initialized(): _destroy_groups()
+        if self.joined: _owners.remove(self)
+        self.joined,self.connections = False,{}
 
-# %% ../../nbs/006_job.group.ipynb #93b8e525
-@patch
-def _make_group(self:Membership, timeout, backend):
-    store,hook = job_store(self.world),sys.excepthook
-    nth = store.add(f'group/{self.world.rank}', 1)
-    store = PrefixStore(f'group{nth}', store)
-    with changed_env(TORCH_DIST_INIT_BARRIER='1'), self.watching_groups():
-        dist.init_process_group(backend, store=store, rank=self.world.rank, world_size=self.world.size, timeout=timeout)
-    if getattr(hook, '__name__', '')=='_distributed_excepthook': sys.excepthook = hook # an earlier group's, which names this rank already
-    self.joined,self.made_with,self.made = True,(timeout, backend),self.made+1
-    _owners.append(self)
+    def _make_group(self, timeout, backend):
+        store,hook = job_store(self.world),sys.excepthook
+        nth = store.add(f'group/{self.world.rank}', 1)
+        store = PrefixStore(f'group{nth}', store)
+        with changed_env(TORCH_DIST_INIT_BARRIER='1'), self.watching_groups():
+            dist.init_process_group(backend, store=store, rank=self.world.rank, world_size=self.world.size, timeout=timeout)
+        if getattr(hook, '__name__', '')=='_distributed_excepthook': sys.excepthook = hook # an earlier group's, which names this rank already
+        self.joined,self.made_with,self.made = True,(timeout, backend),self.made+1
+        _owners.append(self)
 
-# %% ../../nbs/006_job.group.ipynb #55187252
-@patch
-@contextmanager
-def watching_groups(self:Membership):
-    "Record the connections of process groups that are made inside the context, so that `cut` breaks them"
-    before = sockets()
-    try: yield
-    finally: self.connections |= {k:v for k,v in sockets().items() if before.get(k)!=v}
+    @contextmanager
+    def watching_groups(self):
+        "Record the connections of process groups that are made inside the context, so that `cut` breaks them"
+        before = sockets()
+        try: yield
+        finally: self.connections |= {k:v for k,v in sockets().items() if before.get(k)!=v}
 
-@patch
-def _watch_new_groups(self:Membership):
-    make = distributed_c10d._new_process_group_helper
-    @wraps(make)
-    def watched(*args, **kwargs):
-        with self.watching_groups(): return make(*args, **kwargs)
-    self.undo.callback(setattr, distributed_c10d, make.__name__, make)
-    distributed_c10d._new_process_group_helper = watched
+    def _watch_new_groups(self):
+        make = distributed_c10d._new_process_group_helper
+        @wraps(make)
+        def watched(*args, **kwargs):
+            with self.watching_groups(): return make(*args, **kwargs)
+        self.undo.callback(setattr, distributed_c10d, make.__name__, make)
+        distributed_c10d._new_process_group_helper = watched
 
-# %% ../../nbs/006_job.group.ipynb #54abe434
-@patch
-def cut(self:Membership):
-    "Break the connections of all process groups of this process, so that ranks that wait in their collectives raise an error"
-    for fd,inode in set(self.connections.items()) & set(sockets().items()): _break(fd, inode)
-    for group in list(distributed_c10d._world.pg_map):
-        with suppress(RuntimeError): group._get_backend(torch.device('cuda')).abort()
+    def cut(self):
+        "Break the connections of all process groups of this process, so that ranks that wait in their collectives raise an error"
+        for fd,inode in set(self.connections.items()) & set(sockets().items()): _break(fd, inode)
+        for group in list(distributed_c10d._world.pg_map):
+            with suppress(RuntimeError): group._get_backend(torch.device('cuda')).abort()
 
-# %% ../../nbs/006_job.group.ipynb #cf1d61be
-@patch(as_prop=True)
-def runs_ahead(self:Membership)->bool:
-    "Return whether this process asks for what is behind an exchange before that is done: gloo waits for it, NCCL does not"
-    return self.joined and 'nccl' in str(self.made_with[1])
+    @property
+    def runs_ahead(self)->bool:
+        "Return whether this process asks for what is behind an exchange before that is done: gloo waits for it, NCCL does not"
+        return self.joined and 'nccl' in str(self.made_with[1])
 
-@patch
-def settle(self:Membership,
-    secs:float=1. # To wait at most
-):
-    "Wait for the GPU of a rank that has failed, in its main thread; note in `overtaken` if it is not done then"
-    if not self.runs_ahead: return
-    end = time.monotonic()+secs
-    (done := torch.cuda.Event()).record()
-    while not done.query() and time.monotonic()<end: time.sleep(.01)
-    self.overtaken = self.overtaken or not done.query()
+    def settle(self,
+        secs:float=1. # To wait at most
+    ):
+        "Wait for the GPU of a rank that has failed, in its main thread; note in `overtaken` if it is not done then"
+        if not self.runs_ahead: return
+        end = time.monotonic()+secs
+        (done := torch.cuda.Event()).record()
+        while not done.query() and time.monotonic()<end: time.sleep(.01)
+        self.overtaken = self.overtaken or not done.query()
+
+    def renew(self):
+        "Replace the default group, whose connections were cut, by a new one; all ranks call it"
+        self.broken = False
+        self._leave_group()
+        self._make_group(*self.made_with)
 
 # %% ../../nbs/006_job.group.ipynb #2baf3a7c
-@patch
-def renew(self:Membership):
-    "Replace the default group, whose connections were cut, by a new one; all ranks call it"
-    self.broken = False
-    self._leave_group()
-    self._make_group(*self.made_with)
-
 def group_owner()->Membership: # `None` where there is no group, or the user made it
     "Return the membership that made the process group of this process"
     return _owners[-1] if _owners and dist.is_initialized() else None

@@ -55,22 +55,19 @@ class Link:
         "Close the direction out, which ends the frames of the other side"
         with suppress(OSError): os.close(self.out)
 
-# %% ../../nbs/013_job.link.ipynb #b184da4a
-@patch
-def _synced(self:Link):
-    seen = b''
-    while not seen.endswith(_mark):
-        o = self.inp.read(1)
-        if not o: return False
-        seen = (seen+o)[-len(_mark):]
-    return True
+    def _synced(self):
+        seen = b''
+        while not seen.endswith(_mark):
+            o = self.inp.read(1)
+            if not o: return False
+            seen = (seen+o)[-len(_mark):]
+        return True
 
-@patch
-def __iter__(self:Link): # Pairs of a dict with `kind`, and bytes
-    "Yield the frames of the other side, after its mark"
-    if not self._synced(): return
-    while line := self.inp.readline():
-        msg = json.loads(line)
-        data = self.inp.read(msg['n'])
-        if len(data)<msg['n']: return
-        yield msg,data
+    def __iter__(self): # Pairs of a dict with `kind`, and bytes
+        "Yield the frames of the other side, after its mark"
+        if not self._synced(): return
+        while line := self.inp.readline():
+            msg = json.loads(line)
+            data = self.inp.read(msg['n'])
+            if len(data)<msg['n']: return
+            yield msg,data

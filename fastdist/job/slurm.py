@@ -263,80 +263,70 @@ class JobTasks:
         self.files.make(self.n)
         self.job = self.executor.submit(exec, f'{uncollected}; from {_room} import be_task; be_task({str(self.base)!r})', {})
 
+    def _await_tasks(self):
+        asked,pause,self.still = time.monotonic(),1,0
+        while not all(at := [self.files.said(f'{i}.at') for i in range(self.n)]):
+            time.sleep(.1)
+            if time.monotonic()-asked<pause: continue
+            self._look()
+            asked,pause = time.monotonic(),min(10, pause*1.2)
+        return at
+
+    def _look(self):
+        "Raise an error if the job will not start the tasks that are waited for"
+        state,restarts = job_state(self.job)
+        if state in _over: self._tell(f'is {state}')
+        if state in _over: raise self.cause or EngineError(f'{self._title} is {state}, and its tasks have not begun: {end_of_log(self.job, 0)}')
+        self.still += state=='RUNNING' and restarts<self.run
+        if self.still>10: raise self.cause # SLURM has not started anew what has ended
+        if restarts>self.run: self._begin_run(restarts)
+        if state in ('PENDING','REQUEUED') and not self.told: self._tell('waits in the queue; Ctrl-C cancels it')
+
+    @property
+    def _title(self): return f'SLURM job {self.job.job_id}' if self.kind=='slurm' else f'job {self.job.job_id}'
+
+    def _tell(self, text):
+        self.told = True
+        print(f'fastdist: {self._title} {text}', file=sys.stderr, flush=True)
+
+    def _begin_run(self, run):
+        self.run,self.files,self.told,self.still = run,RunFolder(self.base, run),False,0
+        self.files.make(self.n)
+
+    def again(self,
+        e:BaseException # How the ranks ended, or the start of the agents
+    )->bool:
+        "Return whether the job is queued again, or may be: `places` raises `e` then if it is not"
+        if not (self.job and self.kind=='slurm' and isinstance(e, (RankError,EngineError,Preempted))): return False
+        state,restarts = job_state(self.job)
+        if state in _over: return self._tell(f'is {state}') or False
+        if not (restarts>self.run or state in _moving or isinstance(e, Preempted) and self._requeue()): return False
+        if state!='RUNNING': self._tell(f'is {state}: {str(e).splitlines()[0]}')
+        self.cause = e
+        self._begin_run(max(self.run+1, restarts))
+        return True
+
+    def _requeue(self):
+        "Queue the job again, if it was SLURM that has asked to stop; return whether that was done"
+        asked = self.files.said('asked').split()
+        timed = 'SIGTERM' not in asked
+        if not asked or timed and self.requeued>=self.inner.max_num_timeout: return False
+        self.requeued += timed
+        self._tell(f'was asked to stop ({asked[0]}), and is queued again')
+        return not subprocess.run(['scontrol','requeue',self.job.job_id]).returncode
+
+    def close(self):
+        "End the job, and remove its files"
+        job,self.job = self.job,None
+        if job is None: return
+        begun = lambda kind: [self.files.said(f'{i}.{kind}') for i in range(self.n)]
+        try:
+            if not (all(begun('at')) and _until(lambda: all(begun('end')), 3) and _until(lambda: job_state(job)[0] in _over, 5)): job.cancel(check=False)
+        finally: rmtree(self.base, ignore_errors=True)
+
 _room = World.__module__.rpartition('.')[0]+'.slurm' # tasks do not have what is in a notebook
 
-# %% ../../nbs/017_job.slurm.ipynb #29221250
-@patch
-def _await_tasks(self:JobTasks):
-    asked,pause,self.still = time.monotonic(),1,0
-    while not all(at := [self.files.said(f'{i}.at') for i in range(self.n)]):
-        time.sleep(.1)
-        if time.monotonic()-asked<pause: continue
-        self._look()
-        asked,pause = time.monotonic(),min(10, pause*1.2)
-    return at
-
-@patch
-def _look(self:JobTasks):
-    "Raise an error if the job will not start the tasks that are waited for"
-    state,restarts = job_state(self.job)
-    if state in _over: self._tell(f'is {state}')
-    if state in _over: raise self.cause or EngineError(f'{self._title} is {state}, and its tasks have not begun: {end_of_log(self.job, 0)}')
-    self.still += state=='RUNNING' and restarts<self.run
-    if self.still>10: raise self.cause # SLURM has not started anew what has ended
-    if restarts>self.run: self._begin_run(restarts)
-    if state in ('PENDING','REQUEUED') and not self.told: self._tell('waits in the queue; Ctrl-C cancels it')
-
-@patch(as_prop=True)
-def _title(self:JobTasks): return f'SLURM job {self.job.job_id}' if self.kind=='slurm' else f'job {self.job.job_id}'
-
-# %% ../../nbs/017_job.slurm.ipynb #b21fafc4
-@patch
-def _tell(self:JobTasks, text):
-    self.told = True
-    print(f'fastdist: {self._title} {text}', file=sys.stderr, flush=True)
-
-@patch
-def _begin_run(self:JobTasks, run):
-    self.run,self.files,self.told,self.still = run,RunFolder(self.base, run),False,0
-    self.files.make(self.n)
-
-# %% ../../nbs/017_job.slurm.ipynb #0a118b4f
-@patch
-def again(self:JobTasks,
-    e:BaseException # How the ranks ended, or the start of the agents
-)->bool:
-    "Return whether the job is queued again, or may be: `places` raises `e` then if it is not"
-    if not (self.job and self.kind=='slurm' and isinstance(e, (RankError,EngineError,Preempted))): return False
-    state,restarts = job_state(self.job)
-    if state in _over: return self._tell(f'is {state}') or False
-    if not (restarts>self.run or state in _moving or isinstance(e, Preempted) and self._requeue()): return False
-    if state!='RUNNING': self._tell(f'is {state}: {str(e).splitlines()[0]}')
-    self.cause = e
-    self._begin_run(max(self.run+1, restarts))
-    return True
-
-@patch
-def _requeue(self:JobTasks):
-    "Queue the job again, if it was SLURM that has asked to stop; return whether that was done"
-    asked = self.files.said('asked').split()
-    timed = 'SIGTERM' not in asked
-    if not asked or timed and self.requeued>=self.inner.max_num_timeout: return False
-    self.requeued += timed
-    self._tell(f'was asked to stop ({asked[0]}), and is queued again')
-    return not subprocess.run(['scontrol','requeue',self.job.job_id]).returncode
-
 # %% ../../nbs/017_job.slurm.ipynb #439ddabf
-@patch
-def close(self:JobTasks):
-    "End the job, and remove its files"
-    job,self.job = self.job,None
-    if job is None: return
-    begun = lambda kind: [self.files.said(f'{i}.{kind}') for i in range(self.n)]
-    try:
-        if not (all(begun('at')) and _until(lambda: all(begun('end')), 3) and _until(lambda: job_state(job)[0] in _over, 5)): job.cancel(check=False)
-    finally: rmtree(self.base, ignore_errors=True)
-
 def _until(cond, seconds):
     end = time.monotonic()+seconds
     while not (done := cond()) and time.monotonic()<end: time.sleep(.1)

@@ -323,73 +323,64 @@ class Ranks:
         self.of = {r:outputs(r, self.d) for r in self.ids}
         self.outputs = [o for os in self.of.values() for o in os]
 
-# %% ../../nbs/011_job.spawn.ipynb #bd3f0cf9
-@patch
-def watch(self:Ranks,
-    check:callable=noop # Called again and again; may raise an error
-):
-    "Show the ranks' output until all have ended, or until one second after the first failure"
-    for o in self.outputs: self.sel.register(o.fd, selectors.EVENT_READ, o)
-    while any(p.is_alive() for p in self.procs):
-        for key,_ in self.sel.select(0.05): key.data()
-        check()
-        if not self.failed_at and any(p.exitcode for p in self.procs): self.failed_at = time.monotonic()
-        if self.failed_at and time.monotonic()-self.failed_at>1: break
-    for o in self.outputs:
-        while o(): pass
+    def watch(self,
+        check:callable=noop # Called again and again; may raise an error
+    ):
+        "Show the ranks' output until all have ended, or until one second after the first failure"
+        for o in self.outputs: self.sel.register(o.fd, selectors.EVENT_READ, o)
+        while any(p.is_alive() for p in self.procs):
+            for key,_ in self.sel.select(0.05): key.data()
+            check()
+            if not self.failed_at and any(p.exitcode for p in self.procs): self.failed_at = time.monotonic()
+            if self.failed_at and time.monotonic()-self.failed_at>1: break
+        for o in self.outputs:
+            while o(): pass
 
-@patch
-def wait(self:Ranks):
-    "`watch` the ranks, and raise the first failure"
-    self.watch()
-    if all(p.exitcode==0 for p in self.procs) and not any(self.d.glob('failure*')): return
-    for o in self.outputs: o.end_line()
-    raise self.failure()
+    def wait(self):
+        "`watch` the ranks, and raise the first failure"
+        self.watch()
+        if all(p.exitcode==0 for p in self.procs) and not any(self.d.glob('failure*')): return
+        for o in self.outputs: o.end_line()
+        raise self.failure()
 
-# %% ../../nbs/011_job.spawn.ipynb #7d7c2c1b
-@patch
-def failure(self:Ranks)->BaseException:
-    "Return the first error that was not caused by another rank, or the `SystemExit` of a rank that ended the program"
-    said = sorted([read(f) for f in self.d.glob('failure*')], key=lambda o: o.time)
-    own = [o for o in said if not o.of and not o.broken and not o.signum]
-    n = len(self.ids)
-    if own and own[0].exit and (own[0].exit[0] or len(own)==n): return SystemExit(own[0].exit[0])
-    if len(own)==n>1 and len({o.text.rpartition('\n')[2] for o in own})==1: return RankError(None, f'all {n} ranks raised the same error:\n{min(own, key=lambda o: o.rank).text}', shown=False)
-    if own: return self._error(own[0].rank, own[0].text)
-    if said and all(o.signum for o in said) and not any(p.exitcode for p in self.procs): return Preempted(said[0].signum)
-    gone = [p for p in self.procs if p.exitcode and not (self.d/f'failure{p.rank}').exists()]
-    if gone: return self._gone(gone[0])
-    return self._error(*(said[0].of or (said[0].rank, said[0].text)))
+    def failure(self)->BaseException:
+        "Return the first error that was not caused by another rank, or the `SystemExit` of a rank that ended the program"
+        said = sorted([read(f) for f in self.d.glob('failure*')], key=lambda o: o.time)
+        own = [o for o in said if not o.of and not o.broken and not o.signum]
+        n = len(self.ids)
+        if own and own[0].exit and (own[0].exit[0] or len(own)==n): return SystemExit(own[0].exit[0])
+        if len(own)==n>1 and len({o.text.rpartition('\n')[2] for o in own})==1: return RankError(None, f'all {n} ranks raised the same error:\n{min(own, key=lambda o: o.rank).text}', shown=False)
+        if own: return self._error(own[0].rank, own[0].text)
+        if said and all(o.signum for o in said) and not any(p.exitcode for p in self.procs): return Preempted(said[0].signum)
+        gone = [p for p in self.procs if p.exitcode and not (self.d/f'failure{p.rank}').exists()]
+        if gone: return self._gone(gone[0])
+        return self._error(*(said[0].of or (said[0].rank, said[0].text)))
 
-@patch
-def _error(self:Ranks, rank, text): return RankError(rank, text, shown=False, node=first(p.node for p in self.procs if p.rank==rank))
+    def _error(self, rank, text): return RankError(rank, text, shown=False, node=first(p.node for p in self.procs if p.rank==rank))
+
+    def _gone(self, p):
+        err = self.of[p.rank][1]
+        said = [] if err.to else [o[:200] for o in err.tail.decode(errors='replace').splitlines()[-20:]]
+        last = '\n'.join(['', 'The end of its stderr:', *said]) if said else ''
+        return self._error(p.rank, f'{p.why or f"it died without an error message, {_how(p.exitcode)}"}{last}')
+
+    def end(self,
+        grace:float=2 # Seconds from the first signal to the last
+    ):
+        "End the ranks that still run, and their data workers"
+        for sig in (signal.SIGINT,signal.SIGTERM):
+            alive = [p for p in self.procs if p.is_alive()]
+            for p in alive: p.send(sig)
+            until = time.monotonic()+grace/2
+            for p in alive: p.join(max(0, until-time.monotonic()))
+        for p in self.procs: p.kill()
+        for o in self.outputs: o.close()
+        self.sel.close()
 
 # %% ../../nbs/011_job.spawn.ipynb #8db82972
-@patch
-def _gone(self:Ranks, p):
-    err = self.of[p.rank][1]
-    said = [] if err.to else [o[:200] for o in err.tail.decode(errors='replace').splitlines()[-20:]]
-    last = '\n'.join(['', 'The end of its stderr:', *said]) if said else ''
-    return self._error(p.rank, f'{p.why or f"it died without an error message, {_how(p.exitcode)}"}{last}')
-
 def _how(code):
     if code>=0: return f'with exit code {code}'
     return f'killed by {signal.Signals(-code).name}'+('. HINT: it may come from the kernel, when memory is short' if code==-9 else '')
-
-# %% ../../nbs/011_job.spawn.ipynb #7affe7b4
-@patch
-def end(self:Ranks,
-    grace:float=2 # Seconds from the first signal to the last
-):
-    "End the ranks that still run, and their data workers"
-    for sig in (signal.SIGINT,signal.SIGTERM):
-        alive = [p for p in self.procs if p.is_alive()]
-        for p in alive: p.send(sig)
-        until = time.monotonic()+grace/2
-        for p in alive: p.join(max(0, until-time.monotonic()))
-    for p in self.procs: p.kill()
-    for o in self.outputs: o.close()
-    self.sel.close()
 
 # %% ../../nbs/011_job.spawn.ipynb #7fa4a951
 def in_shell()->bool:

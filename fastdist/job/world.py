@@ -50,6 +50,45 @@ class World:
         if self.local_size>self.size: raise WorldError(f'You set LOCAL_WORLD_SIZE={self.local_size}, but WORLD_SIZE={self.size}. HINT: '
             'WORLD_SIZE counts the processes of all nodes, so it is at least LOCAL_WORLD_SIZE')
 
+    @classmethod
+    def from_env(cls,
+        env:dict=None # Environment variables; this process's own by default
+    )->'World':
+        "Return the world that `env` describes; `RANK` and `WORLD_SIZE` take precedence over the variables of MPI and SLURM, since torchrun may run under them"
+        env = os.environ if env is None else env
+        w = from_ranks(env) or from_mpi(env) or from_slurm(env)
+        if w is None: _check_hosts(env)
+        w = w or World()
+        addr,port = env.get('MASTER_ADDR', w.master_addr),_num(env, 'MASTER_PORT', w.master_port, hi=65535)
+        if _is_pod(env) and w.rank==0 and addr=='localhost': addr = env.get('HOSTNAME', addr) # as PyTorchJob calls the first pod in itself
+        cpu = str2bool(env.get('ACCELERATE_USE_CPU') or 'no')
+        return replace(w, master_addr=addr, master_port=port, cpu=cpu, node_name=w.node_name or env.get('SLURMD_NODENAME') or socket.gethostname())
+
+    @property
+    def device(self)->torch.device:
+        "Return the CUDA device of this rank or the CPU; in one process fastai's default device, which may be MPS or XPU"
+        if self.cpu: return torch.device('cpu')
+        n = _n_gpus(os.environ.get('CUDA_VISIBLE_DEVICES'))
+        if not n: return default_device() if self.size==1 else torch.device('cpu')
+        if self.size==1 and self.gpu is None: return default_device()
+        return self._cuda(n)
+
+    def _cuda(self, n):
+        i = ifnone(self.gpu, self.local_rank)
+        if i<n: return torch.device('cuda', i)
+        raise WorldError(f'You started local rank {self.local_rank} of {self.local_size} on {self.node_name}, which asks for CUDA device {i}, but found '
+            f'{n} there. HINT: start at most {n} ranks on this node, show it more devices (CUDA_VISIBLE_DEVICES), or set ACCELERATE_USE_CPU=true')
+
+    @property
+    def backend(self)->str:
+        "Return the backend of the process group: NCCL for CUDA tensors and gloo for all others, gloo alone without a GPU"
+        return 'cpu:gloo,cuda:nccl' if self.device.type=='cuda' else 'gloo'
+
+    def __str__(self)->str:
+        "Return rank, node, device, backend and launcher in one line"
+        at = f'local {self.local_rank} of {self.local_size} on node {self.node_rank} of {self.num_nodes}'
+        return f'rank {self.rank} of {self.size} ({at}, {self.node_name}) on {self.device} over {self.backend}, from {self.source}'
+
 # %% ../../nbs/005_job.world.ipynb #3d6dfd54
 def _check_below(a, x, b, y):
     if y<1: raise WorldError(f'You set {b}={y}, but a job has at least one process. HINT: unset {b}, or set it to the number of processes')
@@ -178,21 +217,6 @@ def _check_hosts(env):
     if len(hosts)>1: raise WorldError(f'You started the script once on each of {len(hosts)} hosts of SageMaker, each a process that trains alone. HINT: '
         'distribution={"torch_distributed": {"enabled": True}} in the estimator')
 
-# %% ../../nbs/005_job.world.ipynb #73942210
-@patch(cls_method=True)
-def from_env(cls:World,
-    env:dict=None # Environment variables; this process's own by default
-)->World:
-    "Return the world that `env` describes; `RANK` and `WORLD_SIZE` take precedence over the variables of MPI and SLURM, since torchrun may run under them"
-    env = os.environ if env is None else env
-    w = from_ranks(env) or from_mpi(env) or from_slurm(env)
-    if w is None: _check_hosts(env)
-    w = w or World()
-    addr,port = env.get('MASTER_ADDR', w.master_addr),_num(env, 'MASTER_PORT', w.master_port, hi=65535)
-    if _is_pod(env) and w.rank==0 and addr=='localhost': addr = env.get('HOSTNAME', addr) # as PyTorchJob calls the first pod in itself
-    cpu = str2bool(env.get('ACCELERATE_USE_CPU') or 'no')
-    return replace(w, master_addr=addr, master_port=port, cpu=cpu, node_name=w.node_name or env.get('SLURMD_NODENAME') or socket.gethostname())
-
 # %% ../../nbs/005_job.world.ipynb #dc6f5237
 def launch_token(
     env:dict # Environment variables
@@ -208,35 +232,6 @@ def launch_token(
 # %% ../../nbs/005_job.world.ipynb #a2c722ab
 @cache
 def _n_gpus(visible): return torch.cuda.device_count() # looks for NVIDIA's library in each call
-
-@patch(as_prop=True)
-def device(self:World)->torch.device:
-    "Return the CUDA device of this rank or the CPU; in one process fastai's default device, which may be MPS or XPU"
-    if self.cpu: return torch.device('cpu')
-    n = _n_gpus(os.environ.get('CUDA_VISIBLE_DEVICES'))
-    if not n: return default_device() if self.size==1 else torch.device('cpu')
-    if self.size==1 and self.gpu is None: return default_device()
-    return self._cuda(n)
-
-# %% ../../nbs/005_job.world.ipynb #02899f56
-@patch
-def _cuda(self:World, n):
-    i = ifnone(self.gpu, self.local_rank)
-    if i<n: return torch.device('cuda', i)
-    raise WorldError(f'You started local rank {self.local_rank} of {self.local_size} on {self.node_name}, which asks for CUDA device {i}, but found '
-        f'{n} there. HINT: start at most {n} ranks on this node, show it more devices (CUDA_VISIBLE_DEVICES), or set ACCELERATE_USE_CPU=true')
-
-@patch(as_prop=True)
-def backend(self:World)->str:
-    "Return the backend of the process group: NCCL for CUDA tensors and gloo for all others, gloo alone without a GPU"
-    return 'cpu:gloo,cuda:nccl' if self.device.type=='cuda' else 'gloo'
-
-# %% ../../nbs/005_job.world.ipynb #835b700c
-@patch
-def __str__(self:World)->str:
-    "Return rank, node, device, backend and launcher in one line"
-    at = f'local {self.local_rank} of {self.local_size} on node {self.node_rank} of {self.num_nodes}'
-    return f'rank {self.rank} of {self.size} ({at}, {self.node_name}) on {self.device} over {self.backend}, from {self.source}'
 
 # %% ../../nbs/005_job.world.ipynb #7ffcd308
 def world_vars(

@@ -95,106 +95,109 @@ class Clock:
         self.n,self.depth,self.spent,self.level = 0,0,0,0
         self.row,self.state,self.last,self.begun,self.met,self.outside = [0]*_idle,_idle,self.read(),0,0,[0,0]
 
-# %% ../../nbs/802_observe.step_clock.ipynb #60e8e217
-@patch
-def mark(self:Clock,
-    state:int # Number of the part that begins now
-):
-    "End the part that runs, and begin another"
-    now = self.read()
-    own = now-self.last
-    if self.spent: own = self._take_spent(own)
-    if self.state<_idle: self.row[self.state] += own
-    self.last,self.state = now,state
+    def mark(self,
+        state:int # Number of the part that begins now
+    ):
+        "End the part that runs, and begin another"
+        now = self.read()
+        own = now-self.last
+        if self.spent: own = self._take_spent(own)
+        if self.state<_idle: self.row[self.state] += own
+        self.last,self.state = now,state
 
-@patch
-def _take_spent(self:Clock, own):
-    "Return `own` without the time in exchanges, and add that to where it belongs"
-    spent,self.spent = self.spent,0
-    if self.state==_valid: self.outside[1] += spent
-    elif self.state<_idle: self.row[_exchange] += spent
-    return own-spent
+    def _take_spent(self, own):
+        "Return `own` without the time in exchanges, and add that to where it belongs"
+        spent,self.spent = self.spent,0
+        if self.state==_valid: self.outside[1] += spent
+        elif self.state<_idle: self.row[_exchange] += spent
+        return own-spent
 
-@patch
-def moving(self:Clock,
-    f:callable, # Moves a batch to the device
-    *args, # Of `f`
-    **kwargs # Of `f`
-): # What `f` returns
-    "Call `f`, and count its time as that of a batch on its way to the device, where a batch of training is made"
-    if self.depth or self.state==_idle: return f(*args, **kwargs)
-    was = self.state
-    self.mark(_moves)
-    try: return f(*args, **kwargs)
-    finally: self.mark(was)
+    def moving(self,
+        f:callable, # Moves a batch to the device
+        *args, # Of `f`
+        **kwargs # Of `f`
+    ): # What `f` returns
+        "Call `f`, and count its time as that of a batch on its way to the device, where a batch of training is made"
+        if self.depth or self.state==_idle: return f(*args, **kwargs)
+        was = self.state
+        self.mark(_moves)
+        try: return f(*args, **kwargs)
+        finally: self.mark(was)
 
-# %% ../../nbs/802_observe.step_clock.ipynb #8542abd1
-@patch
-def enter(self:Clock):
-    "Begin to count time as that of an exchange"
-    if not self.level: self.since = self.read()
-    self.level += 1
+    def enter(self):
+        "Begin to count time as that of an exchange"
+        if not self.level: self.since = self.read()
+        self.level += 1
 
-@patch
-def leave(self:Clock):
-    "End what `enter` began"
-    self.level -= 1
-    if not self.level: self.spent += self.read()-self.since
+    def leave(self):
+        "End what `enter` began"
+        self.level -= 1
+        if not self.level: self.spent += self.read()-self.since
 
-# %% ../../nbs/802_observe.step_clock.ipynb #1b7e4243
-@patch
-def begin_row(self:Clock):
-    "Begin a batch"
-    self.mark(_data)
-    self.row,self.begun,self.met,self.level = [0]*_idle,self.last,0,0
+    def begin_row(self):
+        "Begin a batch"
+        self.mark(_data)
+        self.row,self.begun,self.met,self.level = [0]*_idle,self.last,0,0
 
-@patch
-def end_row(self:Clock):
-    "End a batch, and begin the next"
-    self.mark(_data)
-    row,self.row = self.row,[0]*_idle
-    self.outside[0] += row[_valid]
-    self.ring[self.n%self.size] = self.begun,self.met or self.last,*row
-    self.n,self.begun,self.met = self.n+1,self.last,0
+    def end_row(self):
+        "End a batch, and begin the next"
+        self.mark(_data)
+        row,self.row = self.row,[0]*_idle
+        self.outside[0] += row[_valid]
+        self.ring[self.n%self.size] = self.begun,self.met or self.last,*row
+        self.n,self.begun,self.met = self.n+1,self.last,0
 
-@patch
-def end_rows(self:Clock):
-    "End the batches of an epoch; what was begun of the next one is dropped, unless its gradients are there"
-    if self.met: self.end_row()
-    self.mark(_idle)
-    self.outside[0] += self.row[_valid]
-    self.row = [0]*_idle
+    def end_rows(self):
+        "End the batches of an epoch; what was begun of the next one is dropped, unless its gradients are there"
+        if self.met: self.end_row()
+        self.mark(_idle)
+        self.outside[0] += self.row[_valid]
+        self.row = [0]*_idle
 
-# %% ../../nbs/802_observe.step_clock.ipynb #778d13b4
-@patch
-def rows(self:Clock)->np.ndarray: # Shape `(n, n_cols)`, at most `size` rows
-    "Return the rows of the batches since `restart`, in order"
-    k = self.n%self.size if self.n>self.size else 0
-    return self.ns(np.roll(self.ring, -k, 0)[:min(self.n, self.size)])
+    def rows(self)->np.ndarray: # Shape `(n, n_cols)`, at most `size` rows
+        "Return the rows of the batches since `restart`, in order"
+        k = self.n%self.size if self.n>self.size else 0
+        return self.ns(np.roll(self.ring, -k, 0)[:min(self.n, self.size)])
 
-@patch
-def restart(self:Clock):
-    "Begin an epoch"
-    if self.on_device: self.ring[:] = 0 # what is dropped frees its events
-    self.n,self.depth,self.spent,self.level,self.row,self.outside = 0,0,0,0,[0]*_idle,[0,0]
-    self.start = self.last = self.read()
-    self.state = _idle
+    def restart(self):
+        "Begin an epoch"
+        if self.on_device: self.ring[:] = 0 # what is dropped frees its events
+        self.n,self.depth,self.spent,self.level,self.row,self.outside = 0,0,0,0,[0]*_idle,[0,0]
+        self.start = self.last = self.read()
+        self.state = _idle
 
-# %% ../../nbs/802_observe.step_clock.ipynb #6e359754
-@patch
-def measure_on(self:Clock,
-    make:callable # As from `events_of`
-):
-    "Take the times of a device from now on, or of the processor if `make` is `None`, and forget those of before"
-    self.read,self.on_device = partial(moment, make) if make else self.host,make is not None
-    self.clear()
+    def measure_on(self,
+        make:callable # As from `events_of`
+    ):
+        "Take the times of a device from now on, or of the processor if `make` is `None`, and forget those of before"
+        self.read,self.on_device = partial(moment, make) if make else self.host,make is not None
+        self.clear()
 
-@patch
-def ns(self:Clock,
-    times # Array of what this clock has taken since `restart`
-)->np.ndarray:
-    "Return `times` in nanoseconds; those of a device are read now"
-    return read_all(times, self.start, self.read()) if self.on_device and len(times) else times
+    def ns(self,
+        times # Array of what this clock has taken since `restart`
+    )->np.ndarray:
+        "Return `times` in nanoseconds; those of a device are read now"
+        return read_all(times, self.start, self.read()) if self.on_device and len(times) else times
+
+    def backward_done(self):
+        "Note the time at which all ranks have each other's gradients"
+        while self.level: self.leave()
+        self.mark(_callbacks)
+        self.met = self.last
+
+    def begin_validation(self):
+        "Begin a validation, in an epoch or within a step"
+        if not self.depth:
+            self.before = self.state
+            self.mark(_valid)
+        self.depth += 1
+
+    def end_validation(self):
+        "End a validation, and go on with the part in which it began"
+        self.depth -= 1
+        if self.depth: return
+        self.mark(self.before)
+        if self.before==_idle: self.outside[0],self.row = self.outside[0]+self.row[_valid],[0]*_idle
 
 # %% ../../nbs/802_observe.step_clock.ipynb #7c2528e9
 _after = dict(before_batch=_forward, after_pred=_forward, after_loss=_backward, before_backward=_backward, after_backward=_step, before_step=_step,
@@ -227,30 +230,6 @@ def _first_acts(c):
 def _last_acts(c):
     "Return event -> function for the last callback"
     return {k:partial(c.mark, i) for k,i in _after.items()} | dict(after_batch=c.end_row, before_train=c.begin_row, after_validate=c.end_validation)
-
-# %% ../../nbs/802_observe.step_clock.ipynb #cd997df7
-@patch
-def backward_done(self:Clock):
-    "Note the time at which all ranks have each other's gradients"
-    while self.level: self.leave()
-    self.mark(_callbacks)
-    self.met = self.last
-
-@patch
-def begin_validation(self:Clock):
-    "Begin a validation, in an epoch or within a step"
-    if not self.depth:
-        self.before = self.state
-        self.mark(_valid)
-    self.depth += 1
-
-@patch
-def end_validation(self:Clock):
-    "End a validation, and go on with the part in which it began"
-    self.depth -= 1
-    if self.depth: return
-    self.mark(self.before)
-    if self.before==_idle: self.outside[0],self.row = self.outside[0]+self.row[_valid],[0]*_idle
 
 # %% ../../nbs/802_observe.step_clock.ipynb #77d74212
 _kinds = 'all_','reduce','gather','scatter','broadcast','barrier','send','recv'

@@ -129,28 +129,99 @@ class Timeline(LendingCallback):
         self.learn.remove_cbs(self.helpers)
         super()._return()
 
-# %% ../../nbs/804_observe.timeline.ipynb #b2cff6e3
-@patch
-def _on_do_fit(self:Timeline):
-    self.history = History(self.size)
-    self.clock.measure_on(events_of(first(o.device for o in own_model(self.learn).parameters())))
-    self._inner('_do_fit')
+    def _on_do_fit(self):
+        self.history = History(self.size)
+        self.clock.measure_on(events_of(first(o.device for o in own_model(self.learn).parameters())))
+        self._inner('_do_fit')
 
-@patch
-def _inner(self:Timeline, k):
-    "Call what the Learner had before this callback came"
-    return self._found[k]() if k in self._found else getattr(type(self.learn), k)(self.learn)
+    def _inner(self, k):
+        "Call what the Learner had before this callback came"
+        return self._found[k]() if k in self._found else getattr(type(self.learn), k)(self.learn)
 
-@patch
-def _on_do_epoch(self:Timeline):
-    c = self.clock
-    c.restart()
-    try:
-        with timed_waits(c), timed_moves(c): self._inner('_do_epoch')
-    except (CancelFitException,CancelEpochException):
+    def _on_do_epoch(self):
+        c = self.clock
+        c.restart()
+        try:
+            with timed_waits(c), timed_moves(c): self._inner('_do_epoch')
+        except (CancelFitException,CancelEpochException):
+            self._share()
+            raise
         self._share()
-        raise
-    self._share()
+
+    def _share(self):
+        "Give the epoch's rows to all ranks, in one exchange"
+        self.clock.end_rows()
+        mine = torch.from_numpy(epoch_table(self.clock))
+        with exchange('timeline'): tables = gather_rows(mine)
+        self.history.add([o.numpy() for o in tables])
+        if not this_world().rank: log_numbers(self.learn, self.numbers())
+
+    @property
+    def steps(self)->Steps:
+        "Times of the steps that are kept"
+        return self.history.steps
+
+    def __str__(self): return sentence(self.steps)
+
+    def __repr__(self): return str(self)
+
+    def table(self)->pd.DataFrame: # A row for each rank
+        "Return the milliseconds of a step that each rank spends in each part"
+        s,h = self.steps,self.history
+        res = pd.DataFrame({o:s.part(o).mean(1) if s.n else np.zeros(s.size) for o in shown_parts})
+        if h.heads: res['validation'] = sum(o[:,1] for o in h.heads)/1e6/max(h.n, 1)
+        res['late'] = s.lateness.mean(1) if s.n else 0.
+        return res.rename_axis('rank')
+
+    def numbers(self)->dict: # Name -> milliseconds a step, but for the share
+        "Return the parts in the mean over ranks, the lateness of each rank, and the share of time that ranks wait"
+        t,s = self.table(),self.steps
+        res = {f'timeline/{k}':v for k,v in t.mean().items() if k!='late'} | {f'timeline/late/rank {r}':v for r,v in t.late.items()}
+        return res | {'timeline/share of waiting':s.waiting.sum()/max(s.total.sum(), 1e-9)}
+
+    def plot(self,
+        ax=None # A new one by default
+    ): # Matplotlib's axes
+        "Draw one stacked bar for each rank, below the sentence that says who is late"
+        t = self.table()
+        own = ax is None
+        if own: ax = plt.subplots(figsize=(9, 1.6+.4*min(len(t), 30)), layout='constrained')[1]
+        left = np.zeros(len(t))
+        for k in shown_parts:
+            if t[k].max()>0: ax.barh(t.index, t[k], left=left, color=_colours[k], label=k, hatch='//' if k=='waiting' else None)
+            left += t[k].to_numpy()
+        ax.set(xlabel='ms a step', yticks=t.index, yticklabels=[f'rank {r}' for r in t.index])
+        ax.invert_yaxis()
+        ax.set_title(fill(str(self), 110), fontsize='medium')
+        if not ax.patches: return ax
+        ax.figure.legend(loc='outside lower center', ncols=len(shown_parts), frameon=False, fontsize='small', columnspacing=1.) if own else ax.legend(fontsize='small')
+        return ax
+
+    def plot_steps(self,
+        ax=None, # A new one by default
+        width=400 # Columns; where there are more steps, each column is the worst of several
+    ): # Matplotlib's axes
+        "Draw the lateness of each rank in each step: a steady row is a slow device, moving spots are data, stripes are checkpoints"
+        late,first = self.steps.lateness,self.history.n-self.steps.n
+        if not late.shape[1]: late = np.zeros((len(late),1))
+        ax = ax or plt.subplots(figsize=(9, 1.2+.3*min(len(late), 40)), layout='constrained')[1]
+        at = np.arange(0, late.shape[1], -(-late.shape[1]//width))
+        im = ax.imshow(np.maximum.reduceat(late, at, 1), aspect='auto', interpolation='nearest', cmap='magma_r', vmin=0, extent=(first,first+late.shape[1],len(late)-.5,-.5))
+        ax.figure.colorbar(im, ax=ax, label='ms late')
+        ax.set(xlabel='step', yticks=range(len(late)), yticklabels=[f'rank {r}' for r in range(len(late))])
+        return ax
+
+    def _repr_png_(self):
+        ax,f = self.plot(),BytesIO()
+        ax.figure.savefig(f, format='png', dpi=100)
+        plt.close(ax.figure)
+        return f.getvalue()
+
+    def save(self,
+        path # Of the file
+    )->Path:
+        "Write a trace of the steps that are kept, with a track for each rank, to open at ui.perfetto.dev"
+        return write_trace(path, self.history.rows, self.history.first)
 
 # %% ../../nbs/804_observe.timeline.ipynb #5976d418
 def log_numbers(
@@ -164,94 +235,5 @@ def log_numbers(
     for o in own:
         if '_wandb_step' in o: sys.modules['wandb'].log(numbers, step=o['_wandb_step'])
 
-# %% ../../nbs/804_observe.timeline.ipynb #e9f740e0
-@patch
-def _share(self:Timeline):
-    "Give the epoch's rows to all ranks, in one exchange"
-    self.clock.end_rows()
-    mine = torch.from_numpy(epoch_table(self.clock))
-    with exchange('timeline'): tables = gather_rows(mine)
-    self.history.add([o.numpy() for o in tables])
-    if not this_world().rank: log_numbers(self.learn, self.numbers())
-
-# %% ../../nbs/804_observe.timeline.ipynb #9b0a8646
-@patch(as_prop=True)
-def steps(self:Timeline)->Steps:
-    "Times of the steps that are kept"
-    return self.history.steps
-
-@patch
-def __str__(self:Timeline): return sentence(self.steps)
-@patch
-def __repr__(self:Timeline): return str(self)
-
-# %% ../../nbs/804_observe.timeline.ipynb #0081644f
-@patch
-def table(self:Timeline)->pd.DataFrame: # A row for each rank
-    "Return the milliseconds of a step that each rank spends in each part"
-    s,h = self.steps,self.history
-    res = pd.DataFrame({o:s.part(o).mean(1) if s.n else np.zeros(s.size) for o in shown_parts})
-    if h.heads: res['validation'] = sum(o[:,1] for o in h.heads)/1e6/max(h.n, 1)
-    res['late'] = s.lateness.mean(1) if s.n else 0.
-    return res.rename_axis('rank')
-
-@patch
-def numbers(self:Timeline)->dict: # Name -> milliseconds a step, but for the share
-    "Return the parts in the mean over ranks, the lateness of each rank, and the share of time that ranks wait"
-    t,s = self.table(),self.steps
-    res = {f'timeline/{k}':v for k,v in t.mean().items() if k!='late'} | {f'timeline/late/rank {r}':v for r,v in t.late.items()}
-    return res | {'timeline/share of waiting':s.waiting.sum()/max(s.total.sum(), 1e-9)}
-
 # %% ../../nbs/804_observe.timeline.ipynb #2ae4cde9
 _colours = dict(zip(shown_parts, ('#4c78a8','#72b7b2','#54a24b','#88d27a','#e45756','#f2a29b','#b279a2','#eeca3b','#9d755d')))
-
-@patch
-def plot(self:Timeline,
-    ax=None # A new one by default
-): # Matplotlib's axes
-    "Draw one stacked bar for each rank, below the sentence that says who is late"
-    t = self.table()
-    own = ax is None
-    if own: ax = plt.subplots(figsize=(9, 1.6+.4*min(len(t), 30)), layout='constrained')[1]
-    left = np.zeros(len(t))
-    for k in shown_parts:
-        if t[k].max()>0: ax.barh(t.index, t[k], left=left, color=_colours[k], label=k, hatch='//' if k=='waiting' else None)
-        left += t[k].to_numpy()
-    ax.set(xlabel='ms a step', yticks=t.index, yticklabels=[f'rank {r}' for r in t.index])
-    ax.invert_yaxis()
-    ax.set_title(fill(str(self), 110), fontsize='medium')
-    if not ax.patches: return ax
-    ax.figure.legend(loc='outside lower center', ncols=len(shown_parts), frameon=False, fontsize='small', columnspacing=1.) if own else ax.legend(fontsize='small')
-    return ax
-
-# %% ../../nbs/804_observe.timeline.ipynb #edb96458
-@patch
-def plot_steps(self:Timeline,
-    ax=None, # A new one by default
-    width=400 # Columns; where there are more steps, each column is the worst of several
-): # Matplotlib's axes
-    "Draw the lateness of each rank in each step: a steady row is a slow device, moving spots are data, stripes are checkpoints"
-    late,first = self.steps.lateness,self.history.n-self.steps.n
-    if not late.shape[1]: late = np.zeros((len(late),1))
-    ax = ax or plt.subplots(figsize=(9, 1.2+.3*min(len(late), 40)), layout='constrained')[1]
-    at = np.arange(0, late.shape[1], -(-late.shape[1]//width))
-    im = ax.imshow(np.maximum.reduceat(late, at, 1), aspect='auto', interpolation='nearest', cmap='magma_r', vmin=0, extent=(first,first+late.shape[1],len(late)-.5,-.5))
-    ax.figure.colorbar(im, ax=ax, label='ms late')
-    ax.set(xlabel='step', yticks=range(len(late)), yticklabels=[f'rank {r}' for r in range(len(late))])
-    return ax
-
-# %% ../../nbs/804_observe.timeline.ipynb #cbd5f52d
-@patch
-def _repr_png_(self:Timeline):
-    ax,f = self.plot(),BytesIO()
-    ax.figure.savefig(f, format='png', dpi=100)
-    plt.close(ax.figure)
-    return f.getvalue()
-
-# %% ../../nbs/804_observe.timeline.ipynb #8a5a2e86
-@patch
-def save(self:Timeline,
-    path # Of the file
-)->Path:
-    "Write a trace of the steps that are kept, with a track for each rank, to open at ui.perfetto.dev"
-    return write_trace(path, self.history.rows, self.history.first)

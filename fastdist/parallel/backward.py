@@ -297,82 +297,69 @@ class Passes:
         "Find out how the loss reduces, right after it was computed"
         if self.due and not self.weights.reduction.is_told: self.weights.reduction.ask(self.phases.learn if self.weights.part else None)
 
-# %% ../../nbs/501_parallel.backward.ipynb #e9389a36
-@patch
-def watch(self:Passes):
-    "See each backward pass and each step of the optimizer, until the fit ends"
-    opt = self.phases.learn.opt
-    if self.phases.size==1 and not self.window: return
-    if not self.watched:
-        self.hooks.enter_context(each_backward(self._on_backward))
-        self.hooks.enter_context(each_registration(partial(self.registered.append, True)))
-    if any(o is opt for o in self.watched): return
-    self.watched.append(opt)
-    if self.phases.size>1: self.hooks.enter_context(each_step(opt, self._on_step))
+    def watch(self):
+        "See each backward pass and each step of the optimizer, until the fit ends"
+        opt = self.phases.learn.opt
+        if self.phases.size==1 and not self.window: return
+        if not self.watched:
+            self.hooks.enter_context(each_backward(self._on_backward))
+            self.hooks.enter_context(each_registration(partial(self.registered.append, True)))
+        if any(o is opt for o in self.watched): return
+        self.watched.append(opt)
+        if self.phases.size>1: self.hooks.enter_context(each_step(opt, self._on_step))
 
-@patch
-def covered(self:Passes)->bool:
-    "Return whether the layout knows what the Learner trains now; it looks through the model only after something was registered in a module"
-    learn,looks = self.phases.learn,bool(self.registered)
-    self.registered.clear()
-    return self.layout.covers(own_model(learn), learn.opt) and not (looks and not self.layout.trained.is_current())
+    def covered(self)->bool:
+        "Return whether the layout knows what the Learner trains now; it looks through the model only after something was registered in a module"
+        learn,looks = self.phases.learn,bool(self.registered)
+        self.registered.clear()
+        return self.layout.covers(own_model(learn), learn.opt) and not (looks and not self.layout.trained.is_current())
 
-# %% ../../nbs/501_parallel.backward.ipynb #bef86b8b
-@patch
-def _on_backward(self:Passes, run, t, g, kw):
-    learn = self.phases.learn
-    at = vars(learn)
-    if not learn.training or self.phases.alone(): return run(t, g)
-    odd = kw['create_graph'] or kw.get('inputs') is not None
-    if self.due and not odd and (t is at.get('loss_grad') or t is at.get('loss')): self.over_loss(run, t, g)
-    elif self.phases.size==1: run(t, g)
-    else: self._other_pass(run, t, g, kw['create_graph'])
+    def _on_backward(self, run, t, g, kw):
+        learn = self.phases.learn
+        at = vars(learn)
+        if not learn.training or self.phases.alone(): return run(t, g)
+        odd = kw['create_graph'] or kw.get('inputs') is not None
+        if self.due and not odd and (t is at.get('loss_grad') or t is at.get('loss')): self.over_loss(run, t, g)
+        elif self.phases.size==1: run(t, g)
+        else: self._other_pass(run, t, g, kw['create_graph'])
 
-@patch
-def _on_step(self:Passes):
-    if not self.phases.learn.training or self.n or self.phases.alone(): return
-    self.layout.check_step()
-    self._share_grads(self._active())
+    def _on_step(self):
+        if not self.phases.learn.training or self.n or self.phases.alone(): return
+        self.layout.check_step()
+        self._share_grads(self._active())
 
-# %% ../../nbs/501_parallel.backward.ipynb #209870ec
-@patch
-def _other_pass(self:Passes, run, t, g, with_graph):
-    "Run a backward pass that is not over the loss of the batch"
-    self.layout.drop()
-    active,weighed = self._active(),self.phases.running and self.phases.learn.training
-    if weighed: g = self._weighed(t, g)
-    with aside(active):
-        run(t, g)
-        if with_graph and any(p.grad is not None for p in active): raise RuntimeError('backward(create_graph=True) gives this rank\'s gradients a graph, and those of '
-            'all ranks have none. HINT: torch.autograd.grad(..., create_graph=True), and one backward pass over what you make of it')
-        self._share_grads(active, weighed)
+    def _other_pass(self, run, t, g, with_graph):
+        "Run a backward pass that is not over the loss of the batch"
+        self.layout.drop()
+        active,weighed = self._active(),self.phases.running and self.phases.learn.training
+        if weighed: g = self._weighed(t, g)
+        with aside(active):
+            run(t, g)
+            if with_graph and any(p.grad is not None for p in active): raise RuntimeError('backward(create_graph=True) gives this rank\'s gradients a graph, and those of '
+                'all ranks have none. HINT: torch.autograd.grad(..., create_graph=True), and one backward pass over what you make of it')
+            self._share_grads(active, weighed)
 
-# %% ../../nbs/501_parallel.backward.ipynb #99bb210e
-@patch
-def _weighed(self:Passes, t, g):
-    "Return the gradients to begin the pass over `t` from: batch norm and shards exchange in its midst, so the batch's weight must be there before"
-    if vars(self.phases.learn).get('pred') is not None: self.ask()
-    ts,w = [t] if isinstance(t, Tensor) else list(t),self.weights.of_batch()[0]*self._scale
-    gs = [g]*len(ts) if g is None or isinstance(g, Tensor) else list(g)
-    return [o if o is None and t.numel()!=1 else (torch.ones_like(t) if o is None else o)*w for t,o in zip(ts, gs)]
+    def _weighed(self, t, g):
+        "Return the gradients to begin the pass over `t` from: batch norm and shards exchange in its midst, so the batch's weight must be there before"
+        if vars(self.phases.learn).get('pred') is not None: self.ask()
+        ts,w = [t] if isinstance(t, Tensor) else list(t),self.weights.of_batch()[0]*self._scale
+        gs = [g]*len(ts) if g is None or isinstance(g, Tensor) else list(g)
+        return [o if o is None and t.numel()!=1 else (torch.ones_like(t) if o is None else o)*w for t,o in zip(ts, gs)]
 
-@patch(as_prop=True)
-def _scale(self:Passes): return self.window.scale if self.window.every>1 else 1.
+    @property
+    def _scale(self): return self.window.scale if self.window.every>1 else 1.
 
-@patch
-def _active(self:Passes):
-    "Return the parameters that are trained at the moment"
-    now = own_model(self.phases.learn),self.phases.learn.opt
-    return (self.layout.trained if self.layout.covers(*now) else Trained(*now)).active
+    def _active(self):
+        "Return the parameters that are trained at the moment"
+        now = own_model(self.phases.learn),self.phases.learn.opt
+        return (self.layout.trained if self.layout.covers(*now) else Trained(*now)).active
 
-# %% ../../nbs/501_parallel.backward.ipynb #090a57d3
-@patch
-def _share_grads(self:Passes, active, weighed=False):
-    "Replace this rank's gradients by the mean over ranks, weighed as its batch is, unless they were `weighed` before"
-    if not any(p.grad is not None for p in active): return
-    if vars(self.phases.learn).get('pred') is not None: self.ask()
-    w,d = self.weights.of_batch() if self.phases.running and self.phases.learn.training else (1.,1.)
-    w = float(w!=0) if weighed and isinstance(w, float) else 1. if weighed else w*self._scale
-    den, = self.layout.average(active, torch.as_tensor(d).reshape(1), w)
-    if not self.weights.reduction.kind[0]: divide_grads(active, den)
-    self.n,self.added = self.n+1,True
+    def _share_grads(self, active, weighed=False):
+        "Replace this rank's gradients by the mean over ranks, weighed as its batch is, unless they were `weighed` before"
+        if not any(p.grad is not None for p in active): return
+        if vars(self.phases.learn).get('pred') is not None: self.ask()
+        w,d = self.weights.of_batch() if self.phases.running and self.phases.learn.training else (1.,1.)
+        w = float(w!=0) if weighed and isinstance(w, float) else 1. if weighed else w*self._scale
+        den, = self.layout.average(active, torch.as_tensor(d).reshape(1), w)
+        if not self.weights.reduction.kind[0]: divide_grads(active, den)
+        self.n,self.added = self.n+1,True

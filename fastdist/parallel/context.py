@@ -149,6 +149,85 @@ class Job:
         with self.line.faults.shield() if self.line else nullcontext(): self._close()
         if self.line and self.own_line: self.line.close()
 
+    def _join(self, how, patience):
+        patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
+        self.own_line = self.world.size>1 and control_connection() is None
+        new = voting_connection(self.world, patience, topology=NodeRelays).add(StepAgreement, Notes, Watchdog) if self.own_line else None
+        if self.world.size>1: self.line = new.open(max(10, patience)) if new else control_connection()
+        if self.own_line and not self.world.rank and (why := _no_signal()): print(why)
+        self.member.join(**how)
+        if (owner := group_owner()) and owner.broken: owner.renew()
+        if self.own_line: self.line.faults.arm()
+
+    def _open(self, options):
+        self.live = ProcessAccelerator(self.world, **options)
+        self.place(self.learn, self.world.device)
+        if self.world.rank: self.learn.logger = noop
+        if self.live.precision!='no' and not self.learn._grab_cbs(MixedPrecision):
+            self.help(LaunchPrecision(self.live.precision, self.world.device, self.live.autocast_options, self.live.scaler_options))
+
+    def _close(self):
+        for o in self.hooks: unhook_events(self.learn, o)
+        self.learn.remove_cbs(self.helpers)
+        if self.world.rank: self.learn.logger = self.logger
+        if self.live: self.live.release()
+        if self.stopped and (owner := group_owner()): owner.broken = True # where it is not this job's, and stays
+        self.member.leave()
+
+    @contextmanager
+    def together(self,
+        where:callable, # Returns in words where the main thread is
+        pos:callable=None # Its place in the training loop, a tuple that grows
+    ):
+        "Return a context manager that raises an error of one rank on all ranks; it first renews a process group that broke before"
+        line = self.line
+        if line.faults.failed or line.faults.trouble: self._renew()
+        line.faults.arm()
+        try:
+            with line.part(Watchdog).watch(where, pos): yield
+        except BaseException as e: self.blame(e)
+        line.faults.arm()
+
+    def blame(self,
+        e:BaseException # Caught on this rank
+    ):
+        "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
+        cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.line is None else self.line.faults.cause(e)
+        if cause: raise self._told(cause) from None
+        self.explain(e)
+        planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
+        if self.line and not planned:
+            self.line.faults.failed_here(e)
+            if owner := group_owner(): owner.settle()
+        wait = 2. if isinstance(e, KeyboardInterrupt) else .3 # rank 0 may have to be let out of a collective before it notices its own Ctrl-C
+        if self.line and isinstance(e, (Exception,KeyboardInterrupt)) and self.line.faults.as_rank0(wait): everywhere(e)
+        raise self._told(e)
+
+    def _told(self, e):
+        vars(e)['_told'] = self._now()
+        return e
+
+    def _now(self): return self.begun,self.line and self.line.faults.generation
+
+    def is_told(self,
+        e:BaseException # Caught on this rank
+    )->bool:
+        "Return whether `blame` has raised `e`, and ranks have begun nothing together since then"
+        return vars(e).get('_told')==self._now()
+
+    def revive(self)->bool:
+        "Renew a process group that broke; return whether all processes of the job are there"
+        if not (self.line.faults.failed or self.line.faults.trouble): return True
+        self._renew()
+        return not self.line.faults.trouble
+
+    def _renew(self):
+        self.line.faults.renew()
+        if self.line.faults.trouble: return
+        owner = group_owner()
+        if owner: return owner.renew()
+        raise RuntimeError('The process group broke when a rank failed, and it is yours. HINT: leave the context, destroy the group and make it again')
+
 # %% ../../nbs/506_parallel.context.ipynb #010a2a0b
 def _no_signal():
     "Return why errors of other ranks do not interrupt this one, `None` where they do"
@@ -156,97 +235,3 @@ def _no_signal():
     elif not in_main_thread(): why = 'this is not the main thread, which alone signals reach, so nothing interrupts a wait of this rank or asks it to save and stop'
     else: return
     return f'fastdist: {why}; a rank that waits hears of the errors of others when that wait is over'
-
-@patch
-def _join(self:Job, how, patience):
-    patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
-    self.own_line = self.world.size>1 and control_connection() is None
-    new = voting_connection(self.world, patience, topology=NodeRelays).add(StepAgreement, Notes, Watchdog) if self.own_line else None
-    if self.world.size>1: self.line = new.open(max(10, patience)) if new else control_connection()
-    if self.own_line and not self.world.rank and (why := _no_signal()): print(why)
-    self.member.join(**how)
-    if (owner := group_owner()) and owner.broken: owner.renew()
-    if self.own_line: self.line.faults.arm()
-
-@patch
-def _open(self:Job, options):
-    self.live = ProcessAccelerator(self.world, **options)
-    self.place(self.learn, self.world.device)
-    if self.world.rank: self.learn.logger = noop
-    if self.live.precision!='no' and not self.learn._grab_cbs(MixedPrecision):
-        self.help(LaunchPrecision(self.live.precision, self.world.device, self.live.autocast_options, self.live.scaler_options))
-
-# %% ../../nbs/506_parallel.context.ipynb #5b7d1e12
-@patch
-def _close(self:Job):
-    for o in self.hooks: unhook_events(self.learn, o)
-    self.learn.remove_cbs(self.helpers)
-    if self.world.rank: self.learn.logger = self.logger
-    if self.live: self.live.release()
-    if self.stopped and (owner := group_owner()): owner.broken = True # where it is not this job's, and stays
-    self.member.leave()
-
-# %% ../../nbs/506_parallel.context.ipynb #04789a41
-@patch
-@contextmanager
-def together(self:Job,
-    where:callable, # Returns in words where the main thread is
-    pos:callable=None # Its place in the training loop, a tuple that grows
-):
-    "Return a context manager that raises an error of one rank on all ranks; it first renews a process group that broke before"
-    line = self.line
-    if line.faults.failed or line.faults.trouble: self._renew()
-    line.faults.arm()
-    try:
-        with line.part(Watchdog).watch(where, pos): yield
-    except BaseException as e: self.blame(e)
-    line.faults.arm()
-
-@patch
-def blame(self:Job,
-    e:BaseException # Caught on this rank
-):
-    "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
-    cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.line is None else self.line.faults.cause(e)
-    if cause: raise self._told(cause) from None
-    self.explain(e)
-    planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
-    if self.line and not planned:
-        self.line.faults.failed_here(e)
-        if owner := group_owner(): owner.settle()
-    wait = 2. if isinstance(e, KeyboardInterrupt) else .3 # rank 0 may have to be let out of a collective before it notices its own Ctrl-C
-    if self.line and isinstance(e, (Exception,KeyboardInterrupt)) and self.line.faults.as_rank0(wait): everywhere(e)
-    raise self._told(e)
-
-
-# %% ../../nbs/506_parallel.context.ipynb #a2aa362a
-@patch
-def _told(self:Job, e):
-    vars(e)['_told'] = self._now()
-    return e
-
-@patch
-def _now(self:Job): return self.begun,self.line and self.line.faults.generation
-
-@patch
-def is_told(self:Job,
-    e:BaseException # Caught on this rank
-)->bool:
-    "Return whether `blame` has raised `e`, and ranks have begun nothing together since then"
-    return vars(e).get('_told')==self._now()
-
-# %% ../../nbs/506_parallel.context.ipynb #816f8a98
-@patch
-def revive(self:Job)->bool:
-    "Renew a process group that broke; return whether all processes of the job are there"
-    if not (self.line.faults.failed or self.line.faults.trouble): return True
-    self._renew()
-    return not self.line.faults.trouble
-
-@patch
-def _renew(self:Job):
-    self.line.faults.renew()
-    if self.line.faults.trouble: return
-    owner = group_owner()
-    if owner: return owner.renew()
-    raise RuntimeError('The process group broke when a rank failed, and it is yours. HINT: leave the context, destroy the group and make it again')

@@ -272,102 +272,85 @@ class Replicated(Layout):
         self.buckets.settle(orders)
         for key,(_,(*_,b)) in self.wrappers.made.items(): self._lay(key, b)
 
-# %% ../../nbs/505_parallel.ddp.ipynb #1f539133
-@patch
-def step(self:Replicated, exchanges:bool):
-    "Return a context manager that counts the exchange of gradients, or keeps DDP from it"
-    self.exchanging = exchanges
-    if not self.trained.learns: return nullcontext()
-    return self.exchanges.of('the training step', 'step') if exchanges else self.through.no_sync()
+    def step(self, exchanges:bool):
+        "Return a context manager that counts the exchange of gradients, or keeps DDP from it"
+        self.exchanging = exchanges
+        if not self.trained.learns: return nullcontext()
+        return self.exchanges.of('the training step', 'step') if exchanges else self.through.no_sync()
 
-# %% ../../nbs/505_parallel.ddp.ipynb #661c1379
-@patch
-def forward(self:Replicated, *args, **kwargs):
-    "Call the wrapper, and note whether DDP waits for a backward pass then"
-    self.waits = self.trained.learns and self.exchanging and torch.is_grad_enabled()
-    if not self.direct: return self.through(*args, **kwargs)
-    args,kwargs = self.through._pre_forward(*args, **kwargs)
-    return self.through._post_forward(self.trained.model(*args, **kwargs))
+    def forward(self, *args, **kwargs):
+        "Call the wrapper, and note whether DDP waits for a backward pass then"
+        self.waits = self.trained.learns and self.exchanging and torch.is_grad_enabled()
+        if not self.direct: return self.through(*args, **kwargs)
+        args,kwargs = self.through._pre_forward(*args, **kwargs)
+        return self.through._post_forward(self.trained.model(*args, **kwargs))
+
+    def backward(self, run, t, g, numbers):
+        "Run the pass; where DDP waits for it, `numbers` travel as the gradient of `carry`"
+        try: self._backward(run, t, g, numbers)
+        except RuntimeError as e:
+            for k,v in _hints.items():
+                if k in str(e): add_note(e, v)
+            raise
+
+    def _backward(self, run, t, g, numbers):
+        carry,looks = (self.carry,self.uses.looks) if self.waits else (None,False)
+        if carry is None and not looks: return run(t, g)
+        with plain():
+            if g is None: g = self._one(t)
+            if carry is not None: numbers = numbers.to(carry.dtype)
+            if looks: return self.uses.backward(run, t, g, carry, numbers)
+        run((t,carry), (g,numbers))
+
+    def _one(self, t):
+        "Return what torch begins the pass over the number `t` from, made once"
+        one = self.ones
+        if one is None or one._version or t.ndim or (one.dtype,one.device)!=(t.dtype,t.device): self.ones = one = torch.ones_like(t)
+        return one
+
+    def reduce(self, numbers, tell=True):
+        "Average gradients that DDP did not see, and `numbers` where they did not travel with it"
+        waited,self.waits,mean = self.waits,False,None
+        if waited: self._check_reduced()
+        if waited and self.carry is not None: mean,self.carry.grad = self.carry.grad,None
+        if waited and self.uses.looks: mean = self._agree_on_uses(mean)
+        others = self.trained.others if waited else self.trained.active
+        rest = [p for p in others if p.requires_grad] if others and waited else others
+        if rest: mean = ifnone(mean, average_grads(rest, numbers))
+        return all_reduce(numbers.clone(), kind='step')/self.size if mean is None and tell else mean
+
+    def _agree_on_uses(self, mean):
+        "Let gradients be there where one process has some, and choose the parameters to leave out from the next step on; return `mean` without the third number"
+        uses,rest = self.uses,mean
+        if mean is None or len(mean)==2: odd = all_reduce(torch.tensor([float(uses.odd)], device=self.live.world.device), kind='step')
+        else: rest,odd = mean.split(2)
+        before = uses.left
+        if odd.item(): left = uses.agree()
+        elif before is not None: return rest
+        else: left = None
+        if left is None: uses.looks = False # all are used, and it takes no look in the steps that follow
+        elif before is None or len(left)<len(before): self.left[self.trained.key],self.stale = left,True
+        return rest
+
+    def _check_reduced(self):
+        "Raise `RuntimeError` if DDP still waits for gradients"
+        try: return self.through._check_reducer_finalized()
+        except RuntimeError: pass
+        if not self.trained.is_current(): raise RuntimeError('Parameters of the model were replaced in this step, so DDP did not average the gradients. HINT: replace them before a batch begins')
+        raise RuntimeError('The loss of the first step depends on all parameters, and that of this step does not, so DDP did not average the gradients. HINT: '
+            'distrib_ctx(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])')
+
+    def drop(self):
+        "Make DDP forget the forward pass whose backward pass it waits for, and train without DDP from here on"
+        if not self.waits: return
+        if self.through.static_graph: raise RuntimeError('You set static_graph=True, and there is a backward pass before the one over the loss of the batch. HINT: leave it out')
+        self.through.reducer._reset_state()
+        self.waits,self.bare = False,True
+
+    def compare(self, learn, when, beside=None):
+        "Raise `DesyncError` on all ranks unless model, loss and optimizer are the same to the bit"
+        return compare_replicas(learner_state(learn), when, more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.', beside=beside)
 
 # %% ../../nbs/505_parallel.ddp.ipynb #e9841269
 _hints = {'variable ready only once':'torch.utils.checkpoint makes a backward pass within the one of the step, which DDP sees twice. HINT: use_reentrant=False there',
     'Expected sparse gradient':'An embedding with sparse=True got no gradient. HINT: leave out find_unused_parameters=True; parameters without a gradient are found without it'}
-
-@patch
-def backward(self:Replicated, run, t, g, numbers):
-    "Run the pass; where DDP waits for it, `numbers` travel as the gradient of `carry`"
-    try: self._backward(run, t, g, numbers)
-    except RuntimeError as e:
-        for k,v in _hints.items():
-            if k in str(e): add_note(e, v)
-        raise
-
-@patch
-def _backward(self:Replicated, run, t, g, numbers):
-    carry,looks = (self.carry,self.uses.looks) if self.waits else (None,False)
-    if carry is None and not looks: return run(t, g)
-    with plain():
-        if g is None: g = self._one(t)
-        if carry is not None: numbers = numbers.to(carry.dtype)
-        if looks: return self.uses.backward(run, t, g, carry, numbers)
-    run((t,carry), (g,numbers))
-
-# %% ../../nbs/505_parallel.ddp.ipynb #0eff1991
-@patch
-def _one(self:Replicated, t):
-    "Return what torch begins the pass over the number `t` from, made once"
-    one = self.ones
-    if one is None or one._version or t.ndim or (one.dtype,one.device)!=(t.dtype,t.device): self.ones = one = torch.ones_like(t)
-    return one
-
-# %% ../../nbs/505_parallel.ddp.ipynb #09626254
-@patch
-def reduce(self:Replicated, numbers, tell=True):
-    "Average gradients that DDP did not see, and `numbers` where they did not travel with it"
-    waited,self.waits,mean = self.waits,False,None
-    if waited: self._check_reduced()
-    if waited and self.carry is not None: mean,self.carry.grad = self.carry.grad,None
-    if waited and self.uses.looks: mean = self._agree_on_uses(mean)
-    others = self.trained.others if waited else self.trained.active
-    rest = [p for p in others if p.requires_grad] if others and waited else others
-    if rest: mean = ifnone(mean, average_grads(rest, numbers))
-    return all_reduce(numbers.clone(), kind='step')/self.size if mean is None and tell else mean
-
-@patch
-def _agree_on_uses(self:Replicated, mean):
-    "Let gradients be there where one process has some, and choose the parameters to leave out from the next step on; return `mean` without the third number"
-    uses,rest = self.uses,mean
-    if mean is None or len(mean)==2: odd = all_reduce(torch.tensor([float(uses.odd)], device=self.live.world.device), kind='step')
-    else: rest,odd = mean.split(2)
-    before = uses.left
-    if odd.item(): left = uses.agree()
-    elif before is not None: return rest
-    else: left = None
-    if left is None: uses.looks = False # all are used, and it takes no look in the steps that follow
-    elif before is None or len(left)<len(before): self.left[self.trained.key],self.stale = left,True
-    return rest
-
-
-# %% ../../nbs/505_parallel.ddp.ipynb #babfaf02
-@patch
-def _check_reduced(self:Replicated):
-    "Raise `RuntimeError` if DDP still waits for gradients"
-    try: return self.through._check_reducer_finalized()
-    except RuntimeError: pass
-    if not self.trained.is_current(): raise RuntimeError('Parameters of the model were replaced in this step, so DDP did not average the gradients. HINT: replace them before a batch begins')
-    raise RuntimeError('The loss of the first step depends on all parameters, and that of this step does not, so DDP did not average the gradients. HINT: '
-        'distrib_ctx(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])')
-
-@patch
-def drop(self:Replicated):
-    "Make DDP forget the forward pass whose backward pass it waits for, and train without DDP from here on"
-    if not self.waits: return
-    if self.through.static_graph: raise RuntimeError('You set static_graph=True, and there is a backward pass before the one over the loss of the batch. HINT: leave it out')
-    self.through.reducer._reset_state()
-    self.waits,self.bare = False,True
-
-# %% ../../nbs/505_parallel.ddp.ipynb #743ab24a
-@patch
-def compare(self:Replicated, learn, when, beside=None):
-    "Raise `DesyncError` on all ranks unless model, loss and optimizer are the same to the bit"
-    return compare_replicas(learner_state(learn), when, more=' DesyncCheck(1) tells the step; desync_check=False lets them differ.', beside=beside)

@@ -259,46 +259,38 @@ class ListSteps:
             self.key,self.state,self.live = key,opt.state,live
         return self.known and type(opt).step is _own[0] and all(map(_numbers, listed_items(opt.hypers)))
 
-# %% ../../nbs/502_parallel.foreach.ipynb #5ec3ec3f
-@patch
-def step(self:ListSteps,
-    closure=None # Not supported by fastai, which says so
-):
-    "Take a step as `Optimizer.step` does"
-    opt = self.opt
-    if closure is not None or not self.on or not self._planned(): return self.other(closure) if self.other else type(opt).step(opt, closure)
-    for ps in self.live:
-        for p in ps:
-            if p.grad.requires_grad: return torch.no_grad()(self._all_parts)()
-    self._all_parts()
+    def step(self,
+        closure=None # Not supported by fastai, which says so
+    ):
+        "Take a step as `Optimizer.step` does"
+        opt = self.opt
+        if closure is not None or not self.on or not self._planned(): return self.other(closure) if self.other else type(opt).step(opt, closure)
+        for ps in self.live:
+            for p in ps:
+                if p.grad.requires_grad: return torch.no_grad()(self._all_parts)()
+        self._all_parts()
 
-# %% ../../nbs/502_parallel.foreach.ipynb #558a012a
-@patch
-def _all_parts(self:ListSteps):
-    for parts,alone,h in zip(self.parts, self.alone, listed_items(self.opt.hypers)):
-        for ps in parts: self._part(ps, h)
-        for p in alone: self._one(p, h)
+    def _all_parts(self):
+        for parts,alone,h in zip(self.parts, self.alone, listed_items(self.opt.hypers)):
+            for ps in parts: self._part(ps, h)
+            for p in alone: self._one(p, h)
 
-@patch
-def _part(self:ListSteps, params, h):
-    for ps in _by_step(params, self.state) if self.steps else [params]:
-        x = _Part(ps, self.state, self.row)
-        for f,kw in self.fs: f(x, **{**kw, **h})
+    def _part(self, params, h):
+        for ps in _by_step(params, self.state) if self.steps else [params]:
+            x = _Part(ps, self.state, self.row)
+            for f,kw in self.fs: f(x, **{**kw, **h})
 
-@patch
-def _one(self:ListSteps, p, h):
-    x,s = p if self.row is None else self.row(p),self.state[p]
-    for cb in self.opt.cbs: s = _update(s, cb(x, **{**s, **h}))
+    def _one(self, p, h):
+        x,s = p if self.row is None else self.row(p),self.state[p]
+        for cb in self.opt.cbs: s = _update(s, cb(x, **{**s, **h}))
 
-# %% ../../nbs/502_parallel.foreach.ipynb #de0cc785
-@patch
-def zero_grad(self:ListSteps):
-    "Zero gradients where they are, as `Optimizer.zero_grad` does"
-    lists = listed_items(self.opt.param_lists)
-    gs = [g if type(g) is Tensor else local(g) for ps in lists for p in (ps.items if type(ps) is L else ps) if (g := p.grad) is not None]
-    for g in gs:
-        if g.requires_grad: g.detach_()
-    if gs: torch._foreach_zero_(gs)
+    def zero_grad(self):
+        "Zero gradients where they are, as `Optimizer.zero_grad` does"
+        lists = listed_items(self.opt.param_lists)
+        gs = [g if type(g) is Tensor else local(g) for ps in lists for p in (ps.items if type(ps) is L else ps) if (g := p.grad) is not None]
+        for g in gs:
+            if g.requires_grad: g.detach_()
+        if gs: torch._foreach_zero_(gs)
 
 # %% ../../nbs/502_parallel.foreach.ipynb #ee6a2af3
 def opts_in(

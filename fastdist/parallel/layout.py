@@ -181,107 +181,86 @@ class Layout:
         "Return whether `model` and `opt` are what was wrapped last; called in each step"
         return self.trained is not None and self.trained.holds(model, opt)
 
-# %% ../../nbs/504_parallel.layout.ipynb #47610279
-@patch
-def step(self:Layout,
-    exchanges:bool # Whether gradients are exchanged in this batch
-):
-    "Return a context manager for one training batch"
-    return nullcontext()
+    def step(self,
+        exchanges:bool # Whether gradients are exchanged in this batch
+    ):
+        "Return a context manager for one training batch"
+        return nullcontext()
 
-@patch
-def forward(self:Layout,
-    *args, **kwargs # For the model
-):
-    "Return what the wrapper returns"
-    return self.through(*args, **kwargs)
+    def forward(self,
+        *args, **kwargs # For the model
+    ):
+        "Return what the wrapper returns"
+        return self.through(*args, **kwargs)
 
-@patch
-def backward(self:Layout,
-    run:callable, # The backward pass, called as `run(t, g)`
-    t:torch.Tensor, # Loss that it begins from
-    g:torch.Tensor, # Gradient there, or `None`
-    numbers:torch.Tensor # Part of this rank in a sum over ranks, shape `(n,)`
-):
-    "Run the backward pass over the loss of the batch, and send `numbers` with the gradients"
-    run(t, g)
+    def backward(self,
+        run:callable, # The backward pass, called as `run(t, g)`
+        t:torch.Tensor, # Loss that it begins from
+        g:torch.Tensor, # Gradient there, or `None`
+        numbers:torch.Tensor # Part of this rank in a sum over ranks, shape `(n,)`
+    ):
+        "Run the backward pass over the loss of the batch, and send `numbers` with the gradients"
+        run(t, g)
 
-# %% ../../nbs/504_parallel.layout.ipynb #927abccc
-@patch
-def reduce(self:Layout,
-    numbers:torch.Tensor, # As for `backward`
-    tell=True # Whether the mean of `numbers` is needed
-)->torch.Tensor: # Mean of `numbers` over ranks, where `tell` is set
-    "Exchange the gradients and `numbers` that `backward` did not exchange; called after it"
-    return numbers.clone() if tell else None
+    def reduce(self,
+        numbers:torch.Tensor, # As for `backward`
+        tell=True # Whether the mean of `numbers` is needed
+    )->torch.Tensor: # Mean of `numbers` over ranks, where `tell` is set
+        "Exchange the gradients and `numbers` that `backward` did not exchange; called after it"
+        return numbers.clone() if tell else None
 
-@patch
-def average(self:Layout,
-    params:list, # Trained
-    numbers:torch.Tensor, # Part of this rank in a mean over ranks, shape `(n,)`
-    weight=1. # Of this rank's gradients
-)->torch.Tensor: # Mean of `numbers` over ranks
-    "Average the gradients of a backward pass that is not over the loss of the batch"
-    return average_grads(params, numbers, weight)
+    def average(self,
+        params:list, # Trained
+        numbers:torch.Tensor, # Part of this rank in a mean over ranks, shape `(n,)`
+        weight=1. # Of this rank's gradients
+    )->torch.Tensor: # Mean of `numbers` over ranks
+        "Average the gradients of a backward pass that is not over the loss of the batch"
+        return average_grads(params, numbers, weight)
 
-# %% ../../nbs/504_parallel.layout.ipynb #a43e8e94
-@patch
-def counted(self:Layout,
-    f:callable # The optimizer's step
-)->callable: # Called in its place
-    "Return `f`, so that a layout can tell where an error has stopped this rank"
-    return f
+    def counted(self,
+        f:callable # The optimizer's step
+    )->callable: # Called in its place
+        "Return `f`, so that a layout can tell where an error has stopped this rank"
+        return f
 
-@patch
-def check_step(self:Layout): "Raise `RuntimeError` if the optimizer would not find gradients that were not made by a backward pass; called before its step"
+    def check_step(self): "Raise `RuntimeError` if the optimizer would not find gradients that were not made by a backward pass; called before its step"
 
-# %% ../../nbs/504_parallel.layout.ipynb #dc915a4f
-@patch
-def evaluation(self:Layout, short=False):
-    "Return a context manager for one batch that is evaluated; `short`: whether some ranks have no samples of it, and call `idle` meanwhile"
-    return nullcontext()
-@patch
-def idle(self:Layout): "Take part in the forward pass of a batch that other ranks evaluate; return whether there was one"
-@patch
-def rest(self:Layout): "Free what forward passes have gathered; called between the phases of an epoch"
+    def evaluation(self, short=False):
+        "Return a context manager for one batch that is evaluated; `short`: whether some ranks have no samples of it, and call `idle` meanwhile"
+        return nullcontext()
 
-# %% ../../nbs/504_parallel.layout.ipynb #e3113337
-@patch
-def trial(self:Layout,
-    model:nn.Module # Trained now
-): # For `first_mixing`
-    "Return what runs the forward pass of `model` for a trial; raise an error where it cannot be tried"
-    return LoneTrial(model)
+    def idle(self): "Take part in the forward pass of a batch that other ranks evaluate; return whether there was one"
 
+    def rest(self): "Free what forward passes have gathered; called between the phases of an epoch"
 
-# %% ../../nbs/504_parallel.layout.ipynb #8e1bb057
-@patch
-def orders(self:Layout)->list: # For each wrapper that has exchanged gradients its parameters' names; to be saved
-    "Return the orders in which gradients are exchanged; all ranks call it, after a step of the optimizer"
-    return []
+    def trial(self,
+        model:nn.Module # Trained now
+    ): # For `first_mixing`
+        "Return what runs the forward pass of `model` for a trial; raise an error where it cannot be tried"
+        return LoneTrial(model)
 
-@patch
-def settle(self:Layout,
-    orders:list # From `orders`, the same on all ranks
-):
-    "Make the next step exchange gradients in the order in `orders`, those of wrappers to be made later too; all ranks call it in the fit that goes on, before its first step"
+    def orders(self)->list: # For each wrapper that has exchanged gradients its parameters' names; to be saved
+        "Return the orders in which gradients are exchanged; all ranks call it, after a step of the optimizer"
+        return []
 
-# %% ../../nbs/504_parallel.layout.ipynb #f246b025
-@patch
-def comparable(self:Layout,
-    learn:Learner # With an optimizer
-)->dict: # Name -> tensor or plain value
-    "Return what must be the same on all ranks"
-    return learner_state(learn)
+    def settle(self,
+        orders:list # From `orders`, the same on all ranks
+    ):
+        "Make the next step exchange gradients in the order in `orders`, those of wrappers to be made later too; all ranks call it in the fit that goes on, before its first step"
 
-@patch
-def compare(self:Layout,
-    learn:Learner, # Its model, loss and optimizer are compared
-    when:str, # In words, for the message
-    beside:dict=None # What ranks may hold otherwise, compared in the same collective
-)->list: # `beside` of each rank, empty where all have the same
-    "Raise `DesyncError` on all ranks unless they hold what they should"
-    return []
+    def comparable(self,
+        learn:Learner # With an optimizer
+    )->dict: # Name -> tensor or plain value
+        "Return what must be the same on all ranks"
+        return learner_state(learn)
+
+    def compare(self,
+        learn:Learner, # Its model, loss and optimizer are compared
+        when:str, # In words, for the message
+        beside:dict=None # What ranks may hold otherwise, compared in the same collective
+    )->list: # `beside` of each rank, empty where all have the same
+        "Raise `DesyncError` on all ranks unless they hold what they should"
+        return []
 
 # %% ../../nbs/504_parallel.layout.ipynb #21ad81df
 class OneProcess(Layout):

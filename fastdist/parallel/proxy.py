@@ -55,67 +55,55 @@ class WrapperCallback(LendingCallback):
         "Forget `_through`"
         self._through = None
 
-# %% ../../nbs/500_parallel.proxy.ipynb #9db3f6e0
-@patch
-def be_alone(self:WrapperCallback,
-    size=1 # Number of ranks that this callback trains on
-):
-    "Raise `RuntimeError` if another `WrapperCallback` is on the Learner and either of the two trains on several ranks: only the second would train"
-    other = first(o for hooks in hooks_of(self.learn) for o in hooks.cbs if isinstance(o, WrapperCallback) and o is not self)
-    if other and max(size, other.size)>1: raise RuntimeError(f'You add {type(self).__name__} to a Learner that trains through {type(other).__name__}. '
-        'HINT: use distrib_ctx, for ranks, or parallel_ctx, for the GPUs of one process, and not both')
+    def be_alone(self,
+        size=1 # Number of ranks that this callback trains on
+    ):
+        "Raise `RuntimeError` if another `WrapperCallback` is on the Learner and either of the two trains on several ranks: only the second would train"
+        other = first(o for hooks in hooks_of(self.learn) for o in hooks.cbs if isinstance(o, WrapperCallback) and o is not self)
+        if other and max(size, other.size)>1: raise RuntimeError(f'You add {type(self).__name__} to a Learner that trains through {type(other).__name__}. '
+            'HINT: use distrib_ctx, for ranks, or parallel_ctx, for the GPUs of one process, and not both')
 
-# %% ../../nbs/500_parallel.proxy.ipynb #16685e5d
-@patch
-def _give_way(self:WrapperCallback):
-    "Return the callbacks on the Learner that lend it nothing as long as it has a wrapper"
-    return [o for o in self.learn._grab_cbs(LendingCallback) if o.gives_way and o.learn is self.learn]
+    def _give_way(self):
+        "Return the callbacks on the Learner that lend it nothing as long as it has a wrapper"
+        return [o for o in self.learn._grab_cbs(LendingCallback) if o.gives_way and o.learn is self.learn]
 
-@patch
-def _lend(self:WrapperCallback):
-    self.be_alone()
-    for o in self._give_way(): o._return()
-    super(WrapperCallback, self)._lend()
+    def _lend(self):
+        self.be_alone()
+        for o in self._give_way(): o._return()
+        super(WrapperCallback, self)._lend()
 
-@patch
-def _return(self:WrapperCallback):
-    if self._fitting: self.unwrap()
-    super(WrapperCallback, self)._return()
-    for o in self._give_way(): o._lend()
+    def _return(self):
+        if self._fitting: self.unwrap()
+        super(WrapperCallback, self)._return()
+        for o in self._give_way(): o._lend()
 
-# %% ../../nbs/500_parallel.proxy.ipynb #cbb90476
-@patch
-def _on_with_events(self:WrapperCallback, run, f, event_type, ex, final=noop):
-    if event_type=='batch': f = partial(self._on_batch, f)
-    if event_type!='fit' or self._fitting: return run(f, event_type, ex, final)
-    self._fitting = True
-    try: return run(f, event_type, ex, final)
-    except BaseException as e:
-        self.give_up(e)
-        raise
-    finally:
-        self._fitting = False
-        self.unwrap()
+    def _on_with_events(self, run, f, event_type, ex, final=noop):
+        if event_type=='batch': f = partial(self._on_batch, f)
+        if event_type!='fit' or self._fitting: return run(f, event_type, ex, final)
+        self._fitting = True
+        try: return run(f, event_type, ex, final)
+        except BaseException as e:
+            self.give_up(e)
+            raise
+        finally:
+            self._fitting = False
+            self.unwrap()
 
-@patch
-def _on_batch(self:WrapperCallback, do_one_batch):
-    learn = self._learner
-    if self._through is None or not self._goes_through(): return do_one_batch()
-    learn.model = proxy = ModelProxy(learn, self._forward)
-    try: do_one_batch()
-    finally:
-        if learn.model is proxy: learn.model = proxy.model
+    def _on_batch(self, do_one_batch):
+        learn = self._learner
+        if self._through is None or not self._goes_through(): return do_one_batch()
+        learn.model = proxy = ModelProxy(learn, self._forward)
+        try: do_one_batch()
+        finally:
+            if learn.model is proxy: learn.model = proxy.model
 
-# %% ../../nbs/500_parallel.proxy.ipynb #e1b3a5d1
-@patch
-def _goes_through(self:WrapperCallback): return self.learn.training
-@patch
-def _forward(self:WrapperCallback, *args, **kwargs): return self._through(*args, **kwargs)
+    def _goes_through(self): return self.learn.training
 
-@patch
-def before_fit(self:WrapperCallback):
-    "Call `wrap` when a fit begins; an evaluation calls this event too, and gets no wrapper"
-    if self._fitting: self.wrap()
+    def _forward(self, *args, **kwargs): return self._through(*args, **kwargs)
+
+    def before_fit(self):
+        "Call `wrap` when a fit begins; an evaluation calls this event too, and gets no wrapper"
+        if self._fitting: self.wrap()
 
 # %% ../../nbs/500_parallel.proxy.ipynb #74ece329
 @patch

@@ -47,88 +47,76 @@ class ForwardPasses:
         "Return all units, each as its `Shards` and a number"
         return [(s,i) for s in self.models.values() for i in range(len(s.parts))]
 
+    def _begin(self, shards, i):
+        if self.alone(): raise RuntimeError(_alone)
+        if control_connection() is None: raise RuntimeError(_outside)
+        own = self.free and i==len(shards.parts)-1
+        if not own: self.stack.enter_context(exchange('a forward pass of the model in shards'))
+        self.free,self.opener = self.free and not own,(shards,i)
+
+    def before(self,
+        shards, # `Shards` of a model
+        i:int # Number of its unit
+    ):
+        "Begin a pass, unless one runs, and tell the unit to ranks that are told; raise `RuntimeError` where other ranks cannot make the pass"
+        if torch._C._current_graph_task_id()>=0: return # computed again in a backward pass, in which FSDP gathers
+        if not self.opener: self._begin(shards, i)
+        if self.telling: self._tell(self.units().index((shards,i))+1)
+
+    def after(self, shards, i):
+        "End the pass, if unit `i` began it; free what it gathered where no backward pass will come"
+        if self.opener!=(shards,i): return
+        if self.telling and not self.serves: self._end_telling()
+        other = bool(self.stack._exit_callbacks)
+        self.end()
+        if other and not torch.is_grad_enabled(): shards.rest()
+
+    def _tell(self, n):
+        "Return the number of the unit that ranks with samples are about to gather, 0 after the last; they give it as `n`, other ranks 0"
+        digits = range(0, len(self.units()).bit_length(), 8) # a vote has 8 bits
+        return sum(control_connection().votes.agree(n>>k&255, 'a unit of the model in shards')<<k for k in digits)
+
+    def _end_telling(self):
+        self._tell(0)
+        self.telling = False
+
+    @contextmanager
+    def batch(self,
+        short=False # Whether ranks without samples are told of each unit
+    ):
+        "Return a context manager for one batch, whose first forward pass all ranks make"
+        was,self.free,self.telling = self.free,True,short
+        try:
+            yield
+            if self.telling: self._end_telling()
+        finally: self.free,self.telling = was,False
+
+    def idle(self)->bool: # Whether there was a pass
+        "Gather what the forward pass of other ranks gathers, unit by unit"
+        some,units = False,self.units()
+        while n := self._tell(0):
+            some,(s,i) = True,units[n-1]
+            s.parts[i].unshard()
+            if i<len(s.parts)-1 and self.reshards: s.parts[i].reshard()
+        return some
+
+    @contextmanager
+    def tried(self):
+        "Return a context manager for a pass that all ranks make, without a backward pass; where it fails, the rank takes part in those of the others, and raises its error"
+        was,self.free,self.telling,self.serves = (self.free,self.telling),True,True,True
+        try: yield
+        except Exception:
+            self.end()
+            self.models.give_up()
+            raise
+        finally:
+            self.idle()
+            self.models.rest()
+            (self.free,self.telling),self.serves = was,False
+
 # %% ../../nbs/606_shard.forward_sync.ipynb #2a6d2b9f
 _alone = ('You let rank 0 alone use a model in shards, and a forward pass needs the shards of all ranks. HINT: a callback without rank0_only, or shard=False')
 _outside = ('The model is in shards, which ranks hold, and this is outside of their context. HINT: `with learn.distrib_ctx(shard=True):` around it')
-
-@patch
-def _begin(self:ForwardPasses, shards, i):
-    if self.alone(): raise RuntimeError(_alone)
-    if control_connection() is None: raise RuntimeError(_outside)
-    own = self.free and i==len(shards.parts)-1
-    if not own: self.stack.enter_context(exchange('a forward pass of the model in shards'))
-    self.free,self.opener = self.free and not own,(shards,i)
-
-# %% ../../nbs/606_shard.forward_sync.ipynb #e5f512bf
-@patch
-def before(self:ForwardPasses,
-    shards, # `Shards` of a model
-    i:int # Number of its unit
-):
-    "Begin a pass, unless one runs, and tell the unit to ranks that are told; raise `RuntimeError` where other ranks cannot make the pass"
-    if torch._C._current_graph_task_id()>=0: return # computed again in a backward pass, in which FSDP gathers
-    if not self.opener: self._begin(shards, i)
-    if self.telling: self._tell(self.units().index((shards,i))+1)
-
-@patch
-def after(self:ForwardPasses, shards, i):
-    "End the pass, if unit `i` began it; free what it gathered where no backward pass will come"
-    if self.opener!=(shards,i): return
-    if self.telling and not self.serves: self._end_telling()
-    other = bool(self.stack._exit_callbacks)
-    self.end()
-    if other and not torch.is_grad_enabled(): shards.rest()
-
-# %% ../../nbs/606_shard.forward_sync.ipynb #268223f5
-@patch
-def _tell(self:ForwardPasses, n):
-    "Return the number of the unit that ranks with samples are about to gather, 0 after the last; they give it as `n`, other ranks 0"
-    digits = range(0, len(self.units()).bit_length(), 8) # a vote has 8 bits
-    return sum(control_connection().votes.agree(n>>k&255, 'a unit of the model in shards')<<k for k in digits)
-
-@patch
-def _end_telling(self:ForwardPasses):
-    self._tell(0)
-    self.telling = False
-
-# %% ../../nbs/606_shard.forward_sync.ipynb #7bc4ada8
-@patch
-@contextmanager
-def batch(self:ForwardPasses,
-    short=False # Whether ranks without samples are told of each unit
-):
-    "Return a context manager for one batch, whose first forward pass all ranks make"
-    was,self.free,self.telling = self.free,True,short
-    try:
-        yield
-        if self.telling: self._end_telling()
-    finally: self.free,self.telling = was,False
-
-@patch
-def idle(self:ForwardPasses)->bool: # Whether there was a pass
-    "Gather what the forward pass of other ranks gathers, unit by unit"
-    some,units = False,self.units()
-    while n := self._tell(0):
-        some,(s,i) = True,units[n-1]
-        s.parts[i].unshard()
-        if i<len(s.parts)-1 and self.reshards: s.parts[i].reshard()
-    return some
-
-# %% ../../nbs/606_shard.forward_sync.ipynb #c229cb4c
-@patch
-@contextmanager
-def tried(self:ForwardPasses):
-    "Return a context manager for a pass that all ranks make, without a backward pass; where it fails, the rank takes part in those of the others, and raises its error"
-    was,self.free,self.telling,self.serves = (self.free,self.telling),True,True,True
-    try: yield
-    except Exception:
-        self.end()
-        self.models.give_up()
-        raise
-    finally:
-        self.idle()
-        self.models.rest()
-        (self.free,self.telling),self.serves = was,False
 
 # %% ../../nbs/606_shard.forward_sync.ipynb #f06e6eff
 def _is_seen(mods, v):

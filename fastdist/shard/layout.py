@@ -145,151 +145,123 @@ class Sharded(Layout):
         if other: self.norms.sync(learn.model)
         return other
 
-# %% ../../nbs/610_shard.layout.ipynb #826e57bb
-@patch
-def enter(self:Sharded, learn):
-    "Put the model of `learn` in shards"
-    self.job.explain = explain_shards
-    self.numbers.enter_context(whole_numbers(self.alone))
-    self.sharder.enter(learn)
+    def enter(self, learn):
+        "Put the model of `learn` in shards"
+        self.job.explain = explain_shards
+        self.numbers.enter_context(whole_numbers(self.alone))
+        self.sharder.enter(learn)
 
-@patch
-def renew(self:Sharded, learn):
-    "Put the models in shards again where the process group is another than before"
-    self.sharder.renew(learn)
+    def renew(self, learn):
+        "Put the models in shards again where the process group is another than before"
+        self.sharder.renew(learn)
 
-# %% ../../nbs/610_shard.layout.ipynb #3588335d
-@patch
-def leave(self:Sharded, learn, keep=True):
-    "Give the Learner its whole models back, or leave it in shards where the plan and `keep` say so"
-    if keep and self.plan.keep and self.models and all(s.is_on for s in self.models.values()):
+    def leave(self, learn, keep=True):
+        "Give the Learner its whole models back, or leave it in shards where the plan and `keep` say so"
+        if keep and self.plan.keep and self.models and all(s.is_on for s in self.models.values()):
+            self.models.rest()
+            learn.kept_in_shards = dict(self.models)
+            self.models.clear()
+        elif self.models: self.unsharder.leave(learn)
+        self.sharder.end()
+        self.numbers.close()
+
+    def rest(self):
+        "Free what forward passes have gathered"
         self.models.rest()
-        learn.kept_in_shards = dict(self.models)
-        self.models.clear()
-    elif self.models: self.unsharder.leave(learn)
-    self.sharder.end()
-    self.numbers.close()
 
-# %% ../../nbs/610_shard.layout.ipynb #3fde3f1c
-@patch
-def rest(self:Sharded):
-    "Free what forward passes have gathered"
-    self.models.rest()
+    def give_up(self):
+        "Forget the pass that an error has ended"
+        self.passes.end()
+        self.models.give_up()
 
-@patch
-def give_up(self:Sharded):
-    "Forget the pass that an error has ended"
-    self.passes.end()
-    self.models.give_up()
+    @contextmanager
+    def step(self, exchanges):
+        "Return a context manager that counts the exchanges of a step"
+        if self.exchanging!=exchanges: self.through.set_requires_gradient_sync(exchanges)
+        self.exchanging = exchanges
+        with self.passes.batch(),self.exchanges.of('the training step', 'step'): yield
 
-# %% ../../nbs/610_shard.layout.ipynb #3f0566c9
-@patch
-@contextmanager
-def step(self:Sharded, exchanges):
-    "Return a context manager that counts the exchanges of a step"
-    if self.exchanging!=exchanges: self.through.set_requires_gradient_sync(exchanges)
-    self.exchanging = exchanges
-    with self.passes.batch(),self.exchanges.of('the training step', 'step'): yield
+    def counted(self, f):
+        "Return `f`, which counts the optimizer's steps that are begun and done"
+        steps = self.unsharder.steps
+        def step():
+            steps[0] += 1
+            f()
+            steps[1] += 1
+        return step
 
-@patch
-def counted(self:Sharded, f):
-    "Return `f`, which counts the optimizer's steps that are begun and done"
-    steps = self.unsharder.steps
-    def step():
-        steps[0] += 1
-        f()
-        steps[1] += 1
-    return step
+    def evaluation(self, short=False):
+        "Return a context manager for one batch, whose first forward pass all ranks make; if `short`, each unit is told to the ranks in `idle`"
+        return self.passes.batch(short)
 
-# %% ../../nbs/610_shard.layout.ipynb #0545c25e
-@patch
-def evaluation(self:Sharded, short=False):
-    "Return a context manager for one batch, whose first forward pass all ranks make; if `short`, each unit is told to the ranks in `idle`"
-    return self.passes.batch(short)
+    def idle(self):
+        "Gather what the forward pass of other ranks gathers; return whether there was one"
+        return self.passes.idle()
 
-@patch
-def idle(self:Sharded):
-    "Gather what the forward pass of other ranks gathers; return whether there was one"
-    return self.passes.idle()
+    def trial(self, model):
+        "Return what runs the forward pass of `model` on all ranks for a trial"
+        if self.models.unsynced(): raise ValueError('gradients wait for an exchange')
+        return ShardTrial(model, self.passes, self.job.world.rank)
 
-@patch
-def trial(self:Sharded, model):
-    "Return what runs the forward pass of `model` on all ranks for a trial"
-    if self.models.unsynced(): raise ValueError('gradients wait for an exchange')
-    return ShardTrial(model, self.passes, self.job.world.rank)
+    def forward(self, *args, **kwargs):
+        "Call the model, and note whether gradients are exchanged after it"
+        self.waits = self.trained.learns and self.exchanging and torch.is_grad_enabled()
+        return self.through(*args, **kwargs)
 
-# %% ../../nbs/610_shard.layout.ipynb #809de695
-@patch
-def forward(self:Sharded, *args, **kwargs):
-    "Call the model, and note whether gradients are exchanged after it"
-    self.waits = self.trained.learns and self.exchanging and torch.is_grad_enabled()
-    return self.through(*args, **kwargs)
+    def backward(self, run, t, g, numbers):
+        "Run the pass; `numbers` travel as the gradient of the carrier's rows"
+        carry = self.shards.root('carry') if self.waits and self.shards.carrier is not None else None
+        self.waits = carry is not None and all(o is None or o.itemsize>=4 for o in (carry.orig_dtype,carry.param_dtype,carry.reduce_dtype))
+        self.shards.gather_again()
+        if not self.waits: return run(t, g)
+        rows,rank = carry._unsharded_param,self.job.world.rank
+        mine = torch.zeros_like(rows[:1])
+        mine[0,2*rank:2*rank+2] = numbers
+        run((t,rows), (g,mine.expand_as(rows)))
 
-@patch
-def backward(self:Sharded, run, t, g, numbers):
-    "Run the pass; `numbers` travel as the gradient of the carrier's rows"
-    carry = self.shards.root('carry') if self.waits and self.shards.carrier is not None else None
-    self.waits = carry is not None and all(o is None or o.itemsize>=4 for o in (carry.orig_dtype,carry.param_dtype,carry.reduce_dtype))
-    self.shards.gather_again()
-    if not self.waits: return run(t, g)
-    rows,rank = carry._unsharded_param,self.job.world.rank
-    mine = torch.zeros_like(rows[:1])
-    mine[0,2*rank:2*rank+2] = numbers
-    run((t,rows), (g,mine.expand_as(rows)))
+    def reduce(self, numbers, tell=True):
+        "Average the gradients of what is not in shards, and `numbers` where they did not travel with those"
+        waited,self.waits,mean = self.waits,False,None
+        if waited: mean = self._carried()
+        if not self.checked: self._check_used()
+        rest = [p for p in self.trained.active if not hasattr(p, '_local_tensor')]
+        if rest: mean = ifnone(mean, average_grads(rest, numbers))
+        return all_reduce(numbers.clone(), kind='step')/self.job.world.size if mean is None and tell else mean
 
-# %% ../../nbs/610_shard.layout.ipynb #f7d8db37
-@patch
-def reduce(self:Sharded, numbers, tell=True):
-    "Average the gradients of what is not in shards, and `numbers` where they did not travel with those"
-    waited,self.waits,mean = self.waits,False,None
-    if waited: mean = self._carried()
-    if not self.checked: self._check_used()
-    rest = [p for p in self.trained.active if not hasattr(p, '_local_tensor')]
-    if rest: mean = ifnone(mean, average_grads(rest, numbers))
-    return all_reduce(numbers.clone(), kind='step')/self.job.world.size if mean is None and tell else mean
+    def _carried(self):
+        p = self.shards.root('carry').sharded_param
+        mine,p.grad = local(p.grad)[0],None
+        return mine.view(-1,2).sum(0)
 
-@patch
-def _carried(self:Sharded):
-    p = self.shards.root('carry').sharded_param
-    mine,p.grad = local(p.grad)[0],None
-    return mine.view(-1,2).sum(0)
+    def average(self, params, numbers, weight=1.):
+        "Average the gradients of what is not in shards; the others are averaged in each backward pass"
+        rest = [p for p in params if not hasattr(p, '_local_tensor')]
+        return average_grads(rest, numbers, weight) if rest else all_reduce(numbers.clone())/self.job.world.size
 
-@patch
-def average(self:Sharded, params, numbers, weight=1.):
-    "Average the gradients of what is not in shards; the others are averaged in each backward pass"
-    rest = [p for p in params if not hasattr(p, '_local_tensor')]
-    return average_grads(rest, numbers, weight) if rest else all_reduce(numbers.clone())/self.job.world.size
+    def _check_used(self):
+        "Raise `RuntimeError` unless the pass made gradients of the same parameters on all ranks"
+        self.checked = True
+        mine = {n for n,p in self.trained.model.named_parameters() if p.requires_grad and p.grad is None and hasattr(p, '_local_tensor')}
+        odd = set.union(*(all_ := gather_objs(mine)))-set.intersection(*all_)
+        if odd: raise RuntimeError(f'Some ranks made gradients of {", ".join(sorted(odd)[:3])}, and others did not, so those in shards are mixed up. HINT: use all layers on each rank, with weight 0 '
+            'where they should not count; or shard=False with find_unused_parameters=True')
 
-# %% ../../nbs/610_shard.layout.ipynb #db4bb0c9
-@patch
-def _check_used(self:Sharded):
-    "Raise `RuntimeError` unless the pass made gradients of the same parameters on all ranks"
-    self.checked = True
-    mine = {n for n,p in self.trained.model.named_parameters() if p.requires_grad and p.grad is None and hasattr(p, '_local_tensor')}
-    odd = set.union(*(all_ := gather_objs(mine)))-set.intersection(*all_)
-    if odd: raise RuntimeError(f'Some ranks made gradients of {", ".join(sorted(odd)[:3])}, and others did not, so those in shards are mixed up. HINT: use all layers on each rank, with weight 0 '
-        'where they should not count; or shard=False with find_unused_parameters=True')
+    def check_step(self):
+        "Raise `RuntimeError` if a gathered parameter has a gradient that no backward pass has put there: it would be lost"
+        if not self.exchanging: return
+        lost = [r._param_fqn for _,r in self.models.records() if getattr(getattr(r, '_unsharded_param', None), 'grad', None) is not None]
+        if lost: raise RuntimeError(f'You set the gradient of {", ".join(lost[:3])} outside of a backward pass, and in shards the optimizer steps other tensors. HINT: backward(), or shard=False')
 
-@patch
-def check_step(self:Sharded):
-    "Raise `RuntimeError` if a gathered parameter has a gradient that no backward pass has put there: it would be lost"
-    if not self.exchanging: return
-    lost = [r._param_fqn for _,r in self.models.records() if getattr(getattr(r, '_unsharded_param', None), 'grad', None) is not None]
-    if lost: raise RuntimeError(f'You set the gradient of {", ".join(lost[:3])} outside of a backward pass, and in shards the optimizer steps other tensors. HINT: backward(), or shard=False')
+    def comparable(self, learn):
+        "Return what each rank holds whole, and what it has written to parameters while they were"
+        mine = {n for n,p in learn.model.named_parameters() if hasattr(p, '_local_tensor')}
+        of = lambda k: k.removeprefix('optimizer state of ').rpartition(': ')[0] if k.startswith('optimizer state of ') else k
+        written = {f'{n} in forward passes':w.sum for n,w in self.models.written().items()}
+        return {k:v for k,v in learner_state(learn).items() if of(k) not in mine} | written
 
-# %% ../../nbs/610_shard.layout.ipynb #1434ec5b
-@patch
-def comparable(self:Sharded, learn):
-    "Return what each rank holds whole, and what it has written to parameters while they were"
-    mine = {n for n,p in learn.model.named_parameters() if hasattr(p, '_local_tensor')}
-    of = lambda k: k.removeprefix('optimizer state of ').rpartition(': ')[0] if k.startswith('optimizer state of ') else k
-    written = {f'{n} in forward passes':w.sum for n,w in self.models.written().items()}
-    return {k:v for k,v in learner_state(learn).items() if of(k) not in mine} | written
-
-@patch
-def compare(self:Sharded, learn, when, beside=None):
-    "Raise `DesyncError` on all ranks unless what each of them holds whole is the same to the bit"
-    _check_aside(self.models)
-    state,writes = self.comparable(learn),self.models.written().values()
-    for w in writes: w.reset()
-    return compare_replicas(state, when, beside=beside, more=' desync_check=False lets them differ.')
+    def compare(self, learn, when, beside=None):
+        "Raise `DesyncError` on all ranks unless what each of them holds whole is the same to the bit"
+        _check_aside(self.models)
+        state,writes = self.comparable(learn),self.models.written().values()
+        for w in writes: w.reset()
+        return compare_replicas(state, when, beside=beside, more=' desync_check=False lets them differ.')

@@ -179,30 +179,27 @@ class OptimizerShards:
         read_plain(opt)
         retie(opt, _by_id(self.models.users()), lambda v,p: state.get(id(v), v))
 
-# %% ../../nbs/607_shard.optimizer.ipynb #9c31abf8
-@patch
-@contextmanager
-def resharded(self:OptimizerShards, opt):
-    "Return a context manager in which models are sharded again, and `opt` keeps the rows of its state"
-    retie(opt, _by_id(self.models.users()), lambda v,p: local(v))
-    yield
-    self._to(opt, self.models.now())
+    @contextmanager
+    def resharded(self, opt):
+        "Return a context manager in which models are sharded again, and `opt` keeps the rows of its state"
+        retie(opt, _by_id(self.models.users()), lambda v,p: local(v))
+        yield
+        self._to(opt, self.models.now())
 
-@patch
-@contextmanager
-def bare(self:OptimizerShards,
-    opt, # As for `give`
-    state:dict # Identity of a tensor of its state -> all of it
-):
-    "Return a context manager in which `opt` is the user's, with what is in `state`"
-    now,undo = self.models.now(),{}
-    def value(v, p):
-        res = state.get(id(v), v)
-        undo[id(res)] = v
-        return res
-    step_whole(opt)
-    retie(opt, _by_id(self.models.users()), value)
-    try: yield
-    finally:
-        retie(opt, _by_id(now), lambda v,p: undo.get(id(v), v))
-        step_rows(opt)
+    @contextmanager
+    def bare(self,
+        opt, # As for `give`
+        state:dict # Identity of a tensor of its state -> all of it
+    ):
+        "Return a context manager in which `opt` is the user's, with what is in `state`"
+        now,undo = self.models.now(),{}
+        def value(v, p):
+            res = state.get(id(v), v)
+            undo[id(res)] = v
+            return res
+        step_whole(opt)
+        retie(opt, _by_id(self.models.users()), value)
+        try: yield
+        finally:
+            retie(opt, _by_id(now), lambda v,p: undo.get(id(v), v))
+            step_rows(opt)

@@ -161,65 +161,55 @@ class Sharder:
         self._attend(res)
         with exchange('the model, which all ranks have cut'): pass
 
-# %% ../../nbs/608_shard.shard.ipynb #3e28f6de
-@patch
-def _attend(self:Sharder, shards):
-    "Let `shards` read whole tensors; see forward passes of the model, and calls of its `reset`"
-    read_whole(shards)
-    if self.plan.full_state: give_whole(shards.model)
-    shards.model.register_state_dict_pre_hook(_says_broken(self.job.line))
-    shards.watch(partial(self.passes.before, shards), partial(self.passes.after, shards))
-    if hasattr(shards.model, 'reset'): shards.model.reset = partial(_reset, shards, shards.model.reset)
+    def _attend(self, shards):
+        "Let `shards` read whole tensors; see forward passes of the model, and calls of its `reset`"
+        read_whole(shards)
+        if self.plan.full_state: give_whole(shards.model)
+        shards.model.register_state_dict_pre_hook(_says_broken(self.job.line))
+        shards.watch(partial(self.passes.before, shards), partial(self.passes.after, shards))
+        if hasattr(shards.model, 'reset'): shards.model.reset = partial(_reset, shards, shards.model.reset)
 
-# %% ../../nbs/608_shard.shard.ipynb #5915a893
-@patch
-def adopt(self:Sharder,
-    learn:Learner # Its model may be a new one
-):
-    "Put the model of `learn` in shards, unless it is, and give its optimizer the shards"
-    model,back = learn.model,{}
-    if model not in self.models:
-        for old in [o for o in self.models if {*o.modules()} & {*model.modules()}]: back |= self._put_back(old)
-        self.shard(model)
-    self.opts.give(learn.opt, back)
+    def adopt(self,
+        learn:Learner # Its model may be a new one
+    ):
+        "Put the model of `learn` in shards, unless it is, and give its optimizer the shards"
+        model,back = learn.model,{}
+        if model not in self.models:
+            for old in [o for o in self.models if {*o.modules()} & {*model.modules()}]: back |= self._put_back(old)
+            self.shard(model)
+        self.opts.give(learn.opt, back)
 
-@patch
-def _put_back(self:Sharder, model):
-    "Make `model` whole again; return identity of a parameter in shards -> the user's"
-    s = self.models.pop(model)
-    back = {id(r.sharded_param):p for p,r in s.held.items()}
-    with exchange('the model, which is put together'): s.take_off(lambda p: put_together(local(p.detach()), len(p), s.size))
-    return back
+    def _put_back(self, model):
+        "Make `model` whole again; return identity of a parameter in shards -> the user's"
+        s = self.models.pop(model)
+        back = {id(r.sharded_param):p for p,r in s.held.items()}
+        with exchange('the model, which is put together'): s.take_off(lambda p: put_together(local(p.detach()), len(p), s.size))
+        return back
 
-# %% ../../nbs/608_shard.shard.ipynb #12e5d3b9
-@patch
-def enter(self:Sharder,
-    learn:Learner # Not in its context yet
-):
-    "Put the model of `learn` in shards; raise `ValueError` if it was kept in another number of them"
-    self._new_mesh()
-    kept = vars(learn).pop('kept_in_shards', {})
-    sizes = gather_objs([s.size for s in kept.values()])
-    if {n for o in sizes for n in o}-{self.mesh.size(-1)} or len({*map(len, sizes)})>1:
-        if kept: learn.kept_in_shards = kept
-        raise ValueError(f'The model was kept in shards, and on the ranks there are {sizes} to a model, but here {self.mesh.size(-1)}. HINT: as many ranks as then, and a Checkpoint where that changes')
-    self.models.update(kept)
-    if kept: self._again(learn)
-    self.adopt(learn)
+    def enter(self,
+        learn:Learner # Not in its context yet
+    ):
+        "Put the model of `learn` in shards; raise `ValueError` if it was kept in another number of them"
+        self._new_mesh()
+        kept = vars(learn).pop('kept_in_shards', {})
+        sizes = gather_objs([s.size for s in kept.values()])
+        if {n for o in sizes for n in o}-{self.mesh.size(-1)} or len({*map(len, sizes)})>1:
+            if kept: learn.kept_in_shards = kept
+            raise ValueError(f'The model was kept in shards, and on the ranks there are {sizes} to a model, but here {self.mesh.size(-1)}. HINT: as many ranks as then, and a Checkpoint where that changes')
+        self.models.update(kept)
+        if kept: self._again(learn)
+        self.adopt(learn)
 
-# %% ../../nbs/608_shard.shard.ipynb #329dd3dc
-@patch
-def renew(self:Sharder, learn):
-    "Put the models in shards again where the process group is another than before"
-    if self.group is dist.group.WORLD: return
-    old = self.mesh
-    self._new_mesh()
-    self._again(learn)
-    forget_groups(old)
+    def renew(self, learn):
+        "Put the models in shards again where the process group is another than before"
+        if self.group is dist.group.WORLD: return
+        old = self.mesh
+        self._new_mesh()
+        self._again(learn)
+        forget_groups(old)
 
-@patch
-def _again(self:Sharder, learn):
-    with self.opts.resharded(learn.opt), exchange('the model, which is cut into shards again'):
-        for s in self.models.values():
-            s.renew(self.mesh, self.own)
-            self._attend(s)
+    def _again(self, learn):
+        with self.opts.resharded(learn.opt), exchange('the model, which is cut into shards again'):
+            for s in self.models.values():
+                s.renew(self.mesh, self.own)
+                self._attend(s)

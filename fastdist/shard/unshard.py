@@ -182,40 +182,36 @@ class Unsharder:
             raise
         finally: self._restore(learn, params, state)
 
+    def _last(self, learn):
+        "Return what `gathered` does; where a process was lost, this rank's rows among NaN, with a warning"
+        for _ in range(2):
+            try:
+                if not self.job.revive(): raise RuntimeError('a process has ended')
+                with exchange('the model, which is put together'):
+                    self._even()
+                    return self.gathered(learn)
+            except Exception as e: why = e
+        warn(f'The model was in shards, and those of other ranks cannot be had any more ({type(why).__name__}: {why}), so what they held of its weights is NaN. HINT: a Checkpoint, from which the next start goes on')
+        return self.mine(learn)
+
+    def _even(self):
+        "Take units back that an error left in shards on some ranks alone"
+        mine = [len(s.units_on) for s in self.models.values()]
+        for s,ns in zip(self.models.values(), zip(*gather_objs(mine))):
+            for j in range(min(ns), max(ns)): s.uncut(j, partial(_sent, ns.index(min(ns))))
+
+    def _restore(self, learn, params, state):
+        self.opts.take_back(learn.opt, state)
+        for s in self.models.values():
+            values = {id(q):params[p] for p,q in [*s.params.items(), *s.kept.items()] if p in params}
+            s.take_off(lambda q: values.get(id(q)))
+        self.models.clear()
+
 # %% ../../nbs/609_shard.unshard.ipynb #daa89dab
-@patch
-def _last(self:Unsharder, learn):
-    "Return what `gathered` does; where a process was lost, this rank's rows among NaN, with a warning"
-    for _ in range(2):
-        try:
-            if not self.job.revive(): raise RuntimeError('a process has ended')
-            with exchange('the model, which is put together'):
-                self._even()
-                return self.gathered(learn)
-        except Exception as e: why = e
-    warn(f'The model was in shards, and those of other ranks cannot be had any more ({type(why).__name__}: {why}), so what they held of its weights is NaN. HINT: a Checkpoint, from which the next start goes on')
-    return self.mine(learn)
-
-@patch
-def _even(self:Unsharder):
-    "Take units back that an error left in shards on some ranks alone"
-    mine = [len(s.units_on) for s in self.models.values()]
-    for s,ns in zip(self.models.values(), zip(*gather_objs(mine))):
-        for j in range(min(ns), max(ns)): s.uncut(j, partial(_sent, ns.index(min(ns))))
-
 def _sent(src, p, shape):
     v = p.detach().clone() if p.shape==shape else p.new_empty(shape)
     dist.broadcast(v, src)
     return v
-
-# %% ../../nbs/609_shard.unshard.ipynb #12ad1aa3
-@patch
-def _restore(self:Unsharder, learn, params, state):
-    self.opts.take_back(learn.opt, state)
-    for s in self.models.values():
-        values = {id(q):params[p] for p,q in [*s.params.items(), *s.kept.items()] if p in params}
-        s.take_off(lambda q: values.get(id(q)))
-    self.models.clear()
 
 # %% ../../nbs/609_shard.unshard.ipynb #3e10c5dc
 class ShardFiles(LayoutFiles):
@@ -247,24 +243,20 @@ class ShardFiles(LayoutFiles):
         self.opts.give(learn.opt)
         with mapped(file): yield
 
-# %% ../../nbs/609_shard.unshard.ipynb #95abf2f5
-@patch
-def unsynced(self:ShardFiles):
-    "Return gradients that wait for their exchange"
-    return self.models.unsynced()
+    def unsynced(self):
+        "Return gradients that wait for their exchange"
+        return self.models.unsynced()
 
-@patch
-def apart(self:ShardFiles, learn, state, left=False):
-    "Return `state` without its tensors in shards, and copies of this rank's rows of them; nothing is gathered"
-    self.models.rest()
-    return take_apart(learn, state, left, self.unsynced() if left else None)
+    def apart(self, learn, state, left=False):
+        "Return `state` without its tensors in shards, and copies of this rank's rows of them; nothing is gathered"
+        self.models.rest()
+        return take_apart(learn, state, left, self.unsynced() if left else None)
 
-@patch
-def rejoined(self:ShardFiles, learn, state, folder):
-    "Return `state` with this rank's rows of what is in shards"
-    self.models.rest()
-    res = rejoin(learn, state, folder)
-    grads = {learn.model.get_parameter(n):g for n,g in res['unsynced'].items()}
-    if grads:
-        with exchange('gradients that are to be exchanged'): self.models[learn.model].set_unsynced(grads)
-    return res
+    def rejoined(self, learn, state, folder):
+        "Return `state` with this rank's rows of what is in shards"
+        self.models.rest()
+        res = rejoin(learn, state, folder)
+        grads = {learn.model.get_parameter(n):g for n,g in res['unsynced'].items()}
+        if grads:
+            with exchange('gradients that are to be exchanged'): self.models[learn.model].set_unsynced(grads)
+        return res

@@ -83,14 +83,40 @@ class _Tree:
         if id(m) in self.barred or not _is_called(m) or _is_refused(m): return False
         return all(self.names[p]==self.paths[id(m)]*n for p,n in _counts(m).items())
 
-# %% ../../nbs/601_shard.wrap_policy.ipynb #559d7c07
-@patch
-def take(self:_Tree, m):
-    "Return `m`, which is a unit from now on where it may be one and has parameters that are in no other"
-    if self.may(m) and self.rest(m):
-        self.units.append(m)
-        self.taken |= {id(p) for p in m.parameters()}
-    return m
+    def take(self, m):
+        "Return `m`, which is a unit from now on where it may be one and has parameters that are in no other"
+        if self.may(m) and self.rest(m):
+            self.units.append(m)
+            self.taken |= {id(p) for p in m.parameters()}
+        return m
+
+    def choose(self, m, inside=False):
+        "Choose units in `m`; `inside` says that a module around it is one of several of its class"
+        if _is_closed(m): return
+        kinds = Counter(type(o) for o in m.children())
+        for c in m.children():
+            twin,block = kinds[type(c)]>1,isinstance(m, (nn.Sequential,nn.ModuleList)) and not _is_row(c)
+            if _is_hidden(m, c, twin, inside): continue
+            if not block or self.rest(c)>self.total/8 or not (twin or self.may(c)): self.choose(c, inside or block and twin)
+            if block and self.rest(c)>=self.least and any(p.ndim>1 for p in c.parameters()): self.take(c)
+
+    def policy(self):
+        "Return what the user asked for as a policy, `None` if nothing"
+        asked,blocks = self.plan.policy,[o for o in getattr(self.model, '_no_split_modules', None) or () if any(type(m).__name__==o for m in self.model.modules())]
+        if isinstance(asked, _Policy):
+            targets = _targets(asked, self.model, self.ignored)
+            return lambda module, recurse, nonwrapped_numel: recurse or module in targets
+        if asked: return asked
+        if not self.plan.classes and self.plan.min_params is not None: return partial(size_based_auto_wrap_policy, min_num_params=self.plan.min_params)
+        if names := self.plan.classes or blocks: return partial(transformer_auto_wrap_policy, transformer_layer_cls=_classes(self.model, names))
+
+    def follow(self, policy):
+        "Choose the units that `policy` selects, where they may be units"
+        def select(module, recurse, **kw): return policy(module=module, recurse=recurse, **kw) and (recurse or self.may(module))
+        _recursive_wrap(self.model, select, self.take, {*self.ignored}, {*self.left}, only_wrap_children=True)
+        if self.plan.classes and not self.units and type(self.model).__name__ not in self.plan.classes: raise ValueError('You set transformer_cls_names_to_wrap='
+            f'{[*self.plan.classes]}, and none of these modules can be a unit: they share parameters with others, or a module around them reads their parameters or decides how often they run. '
+            'HINT: name the class of a module around them')
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #4aa1abca
 def _is_row(m): return not _is_called(m) or type(m).forward is nn.Sequential.forward
@@ -103,18 +129,6 @@ def _is_hidden(parent, m, twin, inside):
     "Return whether not all ranks need to run `m`; `twin` says that `parent` has several of its class, `inside` that a module around `parent` is such a twin"
     if isinstance(parent, nn.ModuleDict) and not _is_called(parent) and twin: return True
     return inside and isinstance(m, (nn.ModuleList,nn.ModuleDict,nn.Sequential)) and not _is_stage(m)
-
-# %% ../../nbs/601_shard.wrap_policy.ipynb #c5f55feb
-@patch
-def choose(self:_Tree, m, inside=False):
-    "Choose units in `m`; `inside` says that a module around it is one of several of its class"
-    if _is_closed(m): return
-    kinds = Counter(type(o) for o in m.children())
-    for c in m.children():
-        twin,block = kinds[type(c)]>1,isinstance(m, (nn.Sequential,nn.ModuleList)) and not _is_row(c)
-        if _is_hidden(m, c, twin, inside): continue
-        if not block or self.rest(c)>self.total/8 or not (twin or self.may(c)): self.choose(c, inside or block and twin)
-        if block and self.rest(c)>=self.least and any(p.ndim>1 for p in c.parameters()): self.take(c)
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #2c59106b
 def _classes(model, names):
@@ -130,28 +144,7 @@ def _targets(policy, model, ignored):
     if any(res.values()): raise ValueError('You set an auto_wrap_policy that gives settings to single modules. HINT: let it return True or False')
     return res
 
-# %% ../../nbs/601_shard.wrap_policy.ipynb #8f0119ad
-@patch
-def policy(self:_Tree):
-    "Return what the user asked for as a policy, `None` if nothing"
-    asked,blocks = self.plan.policy,[o for o in getattr(self.model, '_no_split_modules', None) or () if any(type(m).__name__==o for m in self.model.modules())]
-    if isinstance(asked, _Policy):
-        targets = _targets(asked, self.model, self.ignored)
-        return lambda module, recurse, nonwrapped_numel: recurse or module in targets
-    if asked: return asked
-    if not self.plan.classes and self.plan.min_params is not None: return partial(size_based_auto_wrap_policy, min_num_params=self.plan.min_params)
-    if names := self.plan.classes or blocks: return partial(transformer_auto_wrap_policy, transformer_layer_cls=_classes(self.model, names))
-
 # %% ../../nbs/601_shard.wrap_policy.ipynb #101da7f5
-@patch
-def follow(self:_Tree, policy):
-    "Choose the units that `policy` selects, where they may be units"
-    def select(module, recurse, **kw): return policy(module=module, recurse=recurse, **kw) and (recurse or self.may(module))
-    _recursive_wrap(self.model, select, self.take, {*self.ignored}, {*self.left}, only_wrap_children=True)
-    if self.plan.classes and not self.units and type(self.model).__name__ not in self.plan.classes: raise ValueError('You set transformer_cls_names_to_wrap='
-        f'{[*self.plan.classes]}, and none of these modules can be a unit: they share parameters with others, or a module around them reads their parameters or decides how often they run. '
-        'HINT: name the class of a module around them')
-
 def choose_units(
     model:nn.Module, # Not sharded yet
     plan, # With `classes`, `min_params`, `policy`, `one_unit` and `ignored`

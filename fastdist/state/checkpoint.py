@@ -59,6 +59,37 @@ class Checkpoint(LendingCallback):
         if event_name=='after_step': self.now.stepped = True
         elif event_name=='after_batch' and self.now.stepped: self.now.boundary()
 
+    def around(self,
+        run:callable, # Runs a fit with its events
+        final:callable # fastai's clean-up after a fit
+    ):
+        "Call `run` unless the fit is done; where it was cut off, let it go on"
+        with ExitStack() as stack:
+            stack.enter_context(counted_fit(self.learn, self.path))
+            now = CheckpointedFit(Fit(self.learn, self.path, *self.handed), self.every, self.minutes, self.keep)
+            if now.fit.rank==0: stack.enter_context(in_use(self.path))
+            now.resume.find()
+            now.agree()
+            if now.resume.skip(): return final()
+            stack.callback(setattr, self, 'now', None)
+            self.now = now
+            now.run(run)
+
+    def aside(self,
+        run:callable # Runs a fit that a callback makes within this one
+    ):
+        "Call `run` without states"
+        now,self.now = self.now,None
+        try: run()
+        finally: self.now = now
+
+    def _on_with_events(self, run, f, event_type, ex, final=noop):
+        if event_type not in _asked or self.learn is None or _checkpoint(self.learn) is not self: return run(f, event_type, ex, final)
+        if self.now is None and event_type!='fit': return run(f, event_type, ex, final)
+        if self.now and event_type=='fit': return self.aside(partial(run, f, event_type, ex, final))
+        run = partial(run, self.now.loop.batches(f) if event_type=='train' else f, event_type, ex, final)
+        return self.around(run, final) if event_type=='fit' else self.now.epoch(run) if event_type=='epoch' else run()
+
 # %% ../../nbs/414_state.checkpoint.ipynb #d5938a70
 class Schedule:
     "When a state is due, and when the training is to stop, asked after each step of the optimizer"
@@ -121,75 +152,41 @@ class CheckpointedFit:
         "Return whether states are made between epochs only"
         return self.fit.size>1 and getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False)
 
-# %% ../../nbs/414_state.checkpoint.ipynb #2ddc5f74
-@patch
-def act(self:CheckpointedFit,
-    what:str, # 'save' or 'stop'
-    epoch:int, # Epoch of the next batch
-    batch:int # Its number in the epoch
-):
-    "Write a state, and stop where `what` is 'stop'; at the end of the epoch, where states are made between epochs only"
-    self.owed = ('stop' if self.owed=='stop' else what) if self.between_epochs and batch else None
-    if self.owed: return
-    self.states.save(epoch, batch, wait=what=='stop')
-    if what=='stop': self._stop(self.signals.agree(self.fit.line))
+    def act(self,
+        what:str, # 'save' or 'stop'
+        epoch:int, # Epoch of the next batch
+        batch:int # Its number in the epoch
+    ):
+        "Write a state, and stop where `what` is 'stop'; at the end of the epoch, where states are made between epochs only"
+        self.owed = ('stop' if self.owed=='stop' else what) if self.between_epochs and batch else None
+        if self.owed: return
+        self.states.save(epoch, batch, wait=what=='stop')
+        if what=='stop': self._stop(self.signals.agree(self.fit.line))
 
-@patch
-def _stop(self:CheckpointedFit, signum):
-    "Raise `Preempted`, which ends the process"
-    self.fit.say(f'stopped in fit {self.fit.number}; the same command goes on from {self.fit.path}')
-    raise Preempted(signum)
+    def _stop(self, signum):
+        "Raise `Preempted`, which ends the process"
+        self.fit.say(f'stopped in fit {self.fit.number}; the same command goes on from {self.fit.path}')
+        raise Preempted(signum)
 
-@patch
-def epoch(self:CheckpointedFit,
-    run:callable # Runs an epoch with its events
-):
-    "Call `run` unless the epoch was done, then do what was put off to its end"
-    self.loop.epoch(run)
-    if self.owed: self.act(self.owed, self.learn.epoch+1, 0)
+    def epoch(self,
+        run:callable # Runs an epoch with its events
+    ):
+        "Call `run` unless the epoch was done, then do what was put off to its end"
+        self.loop.epoch(run)
+        if self.owed: self.act(self.owed, self.learn.epoch+1, 0)
 
-# %% ../../nbs/414_state.checkpoint.ipynb #7421a29f
-@patch
-def run(self:CheckpointedFit,
-    do:callable # Runs the fit with its events
-):
-    "Call `do` and write the state of the end of the fit; where the fit was cut off, let it go on"
-    if self.resume.found: self.resume.announce()
-    if self.fit.rank==0: self.logs.cut(self.resume.found and self.resume.found['about'])
-    with self.signals:
-        do()
-        self.states.save(self.learn.n_epoch, 0, ended=True, wait=True)
-        if self.fit.rank==0: self.logs.forget()
-        signum = self.signals.agree(self.fit.line)
-        if signum: self._stop(signum)
-
-# %% ../../nbs/414_state.checkpoint.ipynb #c2f3cbc7
-@patch
-def around(self:Checkpoint,
-    run:callable, # Runs a fit with its events
-    final:callable # fastai's clean-up after a fit
-):
-    "Call `run` unless the fit is done; where it was cut off, let it go on"
-    with ExitStack() as stack:
-        stack.enter_context(counted_fit(self.learn, self.path))
-        now = CheckpointedFit(Fit(self.learn, self.path, *self.handed), self.every, self.minutes, self.keep)
-        if now.fit.rank==0: stack.enter_context(in_use(self.path))
-        now.resume.find()
-        now.agree()
-        if now.resume.skip(): return final()
-        stack.callback(setattr, self, 'now', None)
-        self.now = now
-        now.run(run)
-
-# %% ../../nbs/414_state.checkpoint.ipynb #f5b86eb4
-@patch
-def aside(self:Checkpoint,
-    run:callable # Runs a fit that a callback makes within this one
-):
-    "Call `run` without states"
-    now,self.now = self.now,None
-    try: run()
-    finally: self.now = now
+    def run(self,
+        do:callable # Runs the fit with its events
+    ):
+        "Call `do` and write the state of the end of the fit; where the fit was cut off, let it go on"
+        if self.resume.found: self.resume.announce()
+        if self.fit.rank==0: self.logs.cut(self.resume.found and self.resume.found['about'])
+        with self.signals:
+            do()
+            self.states.save(self.learn.n_epoch, 0, ended=True, wait=True)
+            if self.fit.rank==0: self.logs.forget()
+            signum = self.signals.agree(self.fit.line)
+            if signum: self._stop(signum)
 
 # %% ../../nbs/414_state.checkpoint.ipynb #9e3497e1
 def _checkpoint(learn):
@@ -199,11 +196,3 @@ def _checkpoint(learn):
     return first(cbs) if not learn._grab_cbs(LRFinder) else None
 
 _asked = frozenset(['fit','epoch','train'])
-
-@patch
-def _on_with_events(self:Checkpoint, run, f, event_type, ex, final=noop):
-    if event_type not in _asked or self.learn is None or _checkpoint(self.learn) is not self: return run(f, event_type, ex, final)
-    if self.now is None and event_type!='fit': return run(f, event_type, ex, final)
-    if self.now and event_type=='fit': return self.aside(partial(run, f, event_type, ex, final))
-    run = partial(run, self.now.loop.batches(f) if event_type=='train' else f, event_type, ex, final)
-    return self.around(run, final) if event_type=='fit' else self.now.epoch(run) if event_type=='epoch' else run()

@@ -109,28 +109,24 @@ class SharedFolder:
         blind = [r for r,o in enumerate(ranks) if not o.pop('sees')]
         return dict(into=self.folder.name, more=partial(self._more, blind, self.shards))
 
-# %% ../../nbs/413_state.checkpoint_writer.ipynb #ebcd0e9e
-@patch
-def _more(self:SharedFolder, blind, shards, folder):
-    "Write this rank's part, wait for those of the others, and return the records of all"
-    from fastdist.state.dcp import write_shards,await_shards # what it imports of torch takes half a second
-    why = 'does not see it, and in shards each rank writes its part; ranks on several nodes need a folder that all of them see'
-    if blind: raise OSError(errno.ENOENT, f'rank {blind[0]} {why}', str(folder))
-    write_shards(folder, 0, shards)
-    line = self.fit.line
-    return await_shards(folder, self.fit.size, lambda: line.faults.failed or line.closed)
+    def _more(self, blind, shards, folder):
+        "Write this rank's part, wait for those of the others, and return the records of all"
+        from fastdist.state.dcp import write_shards,await_shards # what it imports of torch takes half a second
+        why = 'does not see it, and in shards each rank writes its part; ranks on several nodes need a folder that all of them see'
+        if blind: raise OSError(errno.ENOENT, f'rank {blind[0]} {why}', str(folder))
+        write_shards(folder, 0, shards)
+        line = self.fit.line
+        return await_shards(folder, self.fit.size, lambda: line.faults.failed or line.closed)
 
-@patch
-def write_rows(self:SharedFolder):
-    "Start to write the rows of this rank, which is not rank 0"
-    self.apart(snapshot(self.fit.learn, 'model', 'opt'))
-    self.writer.wait()
-    self.writer.start(partial(self._write, self.folder, self.shards))
+    def write_rows(self):
+        "Start to write the rows of this rank, which is not rank 0"
+        self.apart(snapshot(self.fit.learn, 'model', 'opt'))
+        self.writer.wait()
+        self.writer.start(partial(self._write, self.folder, self.shards))
 
-@patch
-def _write(self:SharedFolder, folder, shards):
-    from fastdist.state.dcp import write_shards
-    with suppress(FileNotFoundError): write_shards(folder, self.fit.rank, shards) # rank 0 has given the state up, or this rank does not see the folder; both rank 0 says
+    def _write(self, folder, shards):
+        from fastdist.state.dcp import write_shards
+        with suppress(FileNotFoundError): write_shards(folder, self.fit.rank, shards) # rank 0 has given the state up, or this rank does not see the folder; both rank 0 says
 
 # %% ../../nbs/413_state.checkpoint_writer.ipynb #8298f15c
 _writers = {} # path -> its `Writer`
@@ -171,49 +167,43 @@ class CheckpointWriter:
         if new: warn(name_unsaid(new))
         self.said |= {*new}
 
-# %% ../../nbs/413_state.checkpoint_writer.ipynb #5a259a09
-@patch
-def save(self:CheckpointWriter,
-    epoch:int, # Of the next batch
-    batch:int, # Its number in the epoch
-    ended:bool=False, # Whether the fit is done
-    wait:bool=False # Whether to wait until the state is written
-):
-    "Write a state of the training; unless `wait`, beside it, and not while another one is being written"
-    fit,shared = self.fit,self.shared
-    for cb in fit.helpers: cb.before_state()
-    left = not batch and self._left_over()
-    if wait: self.writer.wait()
-    if shared and not shared.agree(self._new_folder() if fit.rank==0 else None, left): return
-    now = fit.changes.now()
-    mine = pack(taken_on_rank(now, shared.left if shared else left), copy=True) | (shared.seen() if shared else {})
-    ranks = gather_objs(mine, dst=0) if fit.size>1 else [mine]
-    more = dict(rows=fit.rows, before=self.resume.before, buckets=[] if ended else fit.layout.orders())
-    at = dict(fit=fit.number, epoch=epoch, batch=batch, ended=ended, steps=fit.steps, ranks=fit.size, threads=torch.get_num_threads())
-    if fit.rank==0: self._write(now, more, ranks, at | dict(logs=self.logs.sizes, facts=self.resume.facts))
-    elif shared: shared.write_rows()
-    if wait: self.writer.wait()
+    def save(self,
+        epoch:int, # Of the next batch
+        batch:int, # Its number in the epoch
+        ended:bool=False, # Whether the fit is done
+        wait:bool=False # Whether to wait until the state is written
+    ):
+        "Write a state of the training; unless `wait`, beside it, and not while another one is being written"
+        fit,shared = self.fit,self.shared
+        for cb in fit.helpers: cb.before_state()
+        left = not batch and self._left_over()
+        if wait: self.writer.wait()
+        if shared and not shared.agree(self._new_folder() if fit.rank==0 else None, left): return
+        now = fit.changes.now()
+        mine = pack(taken_on_rank(now, shared.left if shared else left), copy=True) | (shared.seen() if shared else {})
+        ranks = gather_objs(mine, dst=0) if fit.size>1 else [mine]
+        more = dict(rows=fit.rows, before=self.resume.before, buckets=[] if ended else fit.layout.orders())
+        at = dict(fit=fit.number, epoch=epoch, batch=batch, ended=ended, steps=fit.steps, ranks=fit.size, threads=torch.get_num_threads())
+        if fit.rank==0: self._write(now, more, ranks, at | dict(logs=self.logs.sizes, facts=self.resume.facts))
+        elif shared: shared.write_rows()
+        if wait: self.writer.wait()
 
-@patch
-def _left_over(self:CheckpointWriter):
-    held = [p.grad for p in self.fit.learn.model.parameters() if p.grad is not None]
-    return any(bool(getattr(g, '_local_tensor', g).any()) for g in held) or self.fit.layout.gathers and bool(self.fit.layout.files.unsynced())
+    def _left_over(self):
+        held = [p.grad for p in self.fit.learn.model.parameters() if p.grad is not None]
+        return any(bool(getattr(g, '_local_tensor', g).any()) for g in held) or self.fit.layout.gathers and bool(self.fit.layout.files.unsynced())
 
-# %% ../../nbs/413_state.checkpoint_writer.ipynb #473d49af
-@patch
-def _new_folder(self:CheckpointWriter):
-    if not self._begin(): return
-    res = self.fit.path/temporary()
-    try: res.mkdir(parents=True)
-    except OSError as e: return self.writer.tell(OSError(e.errno, e.strerror, str(self.fit.path)))
-    return res
+    def _new_folder(self):
+        if not self._begin(): return
+        res = self.fit.path/temporary()
+        try: res.mkdir(parents=True)
+        except OSError as e: return self.writer.tell(OSError(e.errno, e.strerror, str(self.fit.path)))
+        return res
 
-@patch
-def _write(self:CheckpointWriter, now, more, ranks, about):
-    if not self._begin(): return
-    self._name_unsaid(now)
-    learner = taken(now)
-    learner,added = (self.shared.apart(learner),self.shared.adding(ranks)) if self.shared else (learner,{})
-    state = pack(learner|more, copy=True) | dict(ranks=ranks)
-    label = f'fit{about["fit"]}-'+('end' if about['ended'] else f'epoch{about["epoch"]}-batch{about["batch"]}')
-    self.writer.start(partial(self.resume.states.write, about, state, label, pinned=about['ended'], packed=True, **added))
+    def _write(self, now, more, ranks, about):
+        if not self._begin(): return
+        self._name_unsaid(now)
+        learner = taken(now)
+        learner,added = (self.shared.apart(learner),self.shared.adding(ranks)) if self.shared else (learner,{})
+        state = pack(learner|more, copy=True) | dict(ranks=ranks)
+        label = f'fit{about["fit"]}-'+('end' if about['ended'] else f'epoch{about["epoch"]}-batch{about["batch"]}')
+        self.writer.start(partial(self.resume.states.write, about, state, label, pinned=about['ended'], packed=True, **added))

@@ -125,44 +125,74 @@ class States:
         except (FileNotFoundError,NotADirectoryError): return {}
         return dict(sorted(names.items(), reverse=True))
 
-# %% ../../nbs/408_state.folder.ipynb #04033a78
-@patch
-def _record(self:States, path):
-    "Return what `state.json` in `path` says, in whatever format, and `None` after a warning if it cannot be used"
-    try: record = json.loads((path/'state.json').read_text())
-    except FileNotFoundError: return self._skip(path, 'state.json is missing') if path.exists() else None
-    except OSError as e: return self._skip(path, f'state.json: {e.strerror}')
-    except ValueError: return self._skip(path, 'state.json is empty or cut off')
-    if not isinstance(record, dict) or 'format' not in record: return self._skip(path, 'state.json is not of fastdist', False)
-    if record['format']!=_format: return record
-    if record.pop('checksum', None)!=zlib.crc32(json.dumps(record).encode()): return self._skip(path, 'state.json was changed after it was written')
-    return record
+    def _record(self, path):
+        "Return what `state.json` in `path` says, in whatever format, and `None` after a warning if it cannot be used"
+        try: record = json.loads((path/'state.json').read_text())
+        except FileNotFoundError: return self._skip(path, 'state.json is missing') if path.exists() else None
+        except OSError as e: return self._skip(path, f'state.json: {e.strerror}')
+        except ValueError: return self._skip(path, 'state.json is empty or cut off')
+        if not isinstance(record, dict) or 'format' not in record: return self._skip(path, 'state.json is not of fastdist', False)
+        if record['format']!=_format: return record
+        if record.pop('checksum', None)!=zlib.crc32(json.dumps(record).encode()): return self._skip(path, 'state.json was changed after it was written')
+        return record
 
-@patch
-def _skip(self:States, path, why, ours=True):
-    "Warn once that the state in `path` is not used, and note whether it is `ours`, to be removed"
-    self.torn[path] = ours
-    warn(f'The state in {path} is not complete and is not read: {why}. HINT: nothing is to be done, the newest complete state is used')
+    def _skip(self, path, why, ours=True):
+        "Warn once that the state in `path` is not used, and note whether it is `ours`, to be removed"
+        self.torn[path] = ours
+        warn(f'The state in {path} is not complete and is not read: {why}. HINT: nothing is to be done, the newest complete state is used')
 
-# %% ../../nbs/408_state.folder.ipynb #d562dfad
-@patch
-def find(self:States,
-    test:callable # Called with the `about` of a state
-)->State: # `None` if there is none
-    "Return the newest state that is complete and whose `about` passes `test`; warn once of each that is not complete, raise `ResumeError` for one in another format"
-    for path in self._paths().values():
-        record = None if path in self.torn else self._record(path)
-        if record and record['format']!=_format: raise ResumeError(path, f'format {record["format"]!r}, written by fastdist {record.get("fastdist")}, and fastdist {_version} reads format {_format}',
-            'go on with the fastdist that wrote it, or use another path')
-        if not record or not test(record['about']): continue
-        why = _faults(path, record)
-        if not why: return State(path, record)
-        self._skip(path, why)
+    def find(self,
+        test:callable # Called with the `about` of a state
+    )->State: # `None` if there is none
+        "Return the newest state that is complete and whose `about` passes `test`; warn once of each that is not complete, raise `ResumeError` for one in another format"
+        for path in self._paths().values():
+            record = None if path in self.torn else self._record(path)
+            if record and record['format']!=_format: raise ResumeError(path, f'format {record["format"]!r}, written by fastdist {record.get("fastdist")}, and fastdist {_version} reads format {_format}',
+                'go on with the fastdist that wrote it, or use another path')
+            if not record or not test(record['about']): continue
+            why = _faults(path, record)
+            if not why: return State(path, record)
+            self._skip(path, why)
 
-@patch
-def newest(self:States)->State: # `None` if there is none
-    "Return the newest state that is complete"
-    return self.find(lambda about: True)
+    def newest(self)->State: # `None` if there is none
+        "Return the newest state that is complete"
+        return self.find(lambda about: True)
+
+    def write(self,
+        about:dict, # Position and what else identifies the state, which JSON can write
+        v, # A value that `check_plain` passes
+        label:str, # For the name of the folder, such as 'fit0-epoch2-batch40'
+        pinned:bool=False, # Whether it stays beside the newest, as the end of a fit does
+        packed:bool=False, # Whether `v` comes from `pack`
+        into:str=None, # Name for the folder while it is written, which other ranks write to as well; from `temporary`
+        more:callable=None # Called with that folder when `v` is in it; returns name -> record of files that others have written there
+    )->State:
+        "Write a state and remove old ones; raise `OSError`, with `path` in it, where the disk does not take it"
+        if Path(label).name!=label: raise ValueError(f'You set label={label!r}, which is no name of a folder')
+        tmp = self.path/(into or temporary())
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for o in self.path.glob('.tmp-????????'):
+                if o!=tmp: shutil.rmtree(o, ignore_errors=True)
+            return self._named(tmp, f'{max(self._paths(), default=0)+1:06d}-{label}', about, v if packed else pack(v), pinned, more)
+        except OSError as e: raise OSError(e.errno, e.strerror or str(e), str(self.path)) from e
+        finally: shutil.rmtree(tmp, ignore_errors=True)
+
+    def _named(self, tmp, name, about, v, pinned, more):
+        res = State(self.path/name, _fill_state(tmp, about, v, pinned, more))
+        os.rename(tmp, res.path)
+        _sync(self.path)
+        self._prune()
+        return res
+
+    def _prune(self):
+        "Remove the states that neither are among the newest nor pinned, and those that are torn"
+        records = {p:self._record(p) for p in self._paths().values() if p not in self.torn}
+        others = {p for p,r in records.items() if r and r['format']!=_format}
+        mine = {p:r for p,r in records.items() if r and p not in others and not _faults(p, r, sums=False)}
+        stay = {*list(mine)[:self.keep], *[p for p,r in mine.items() if r['pinned']][:max(self.keep, self.pins)]}
+        torn = [p for p in self._paths().values() if p not in mine and self.torn.get(p, p not in others) and _is_ours(p)]
+        for p in [*(mine.keys()-stay), *torn]: _remove(p)
 
 # %% ../../nbs/408_state.folder.ipynb #93bc8c67
 def _write(file, tree):
@@ -181,36 +211,6 @@ def _fill_state(tmp, about, v, pinned, more):
     _sync(tmp)
     return json.loads(text)
 
-# %% ../../nbs/408_state.folder.ipynb #8dc6b65b
-@patch
-def write(self:States,
-    about:dict, # Position and what else identifies the state, which JSON can write
-    v, # A value that `check_plain` passes
-    label:str, # For the name of the folder, such as 'fit0-epoch2-batch40'
-    pinned:bool=False, # Whether it stays beside the newest, as the end of a fit does
-    packed:bool=False, # Whether `v` comes from `pack`
-    into:str=None, # Name for the folder while it is written, which other ranks write to as well; from `temporary`
-    more:callable=None # Called with that folder when `v` is in it; returns name -> record of files that others have written there
-)->State:
-    "Write a state and remove old ones; raise `OSError`, with `path` in it, where the disk does not take it"
-    if Path(label).name!=label: raise ValueError(f'You set label={label!r}, which is no name of a folder')
-    tmp = self.path/(into or temporary())
-    try:
-        self.path.mkdir(parents=True, exist_ok=True)
-        for o in self.path.glob('.tmp-????????'):
-            if o!=tmp: shutil.rmtree(o, ignore_errors=True)
-        return self._named(tmp, f'{max(self._paths(), default=0)+1:06d}-{label}', about, v if packed else pack(v), pinned, more)
-    except OSError as e: raise OSError(e.errno, e.strerror or str(e), str(self.path)) from e
-    finally: shutil.rmtree(tmp, ignore_errors=True)
-
-@patch
-def _named(self:States, tmp, name, about, v, pinned, more):
-    res = State(self.path/name, _fill_state(tmp, about, v, pinned, more))
-    os.rename(tmp, res.path)
-    _sync(self.path)
-    self._prune()
-    return res
-
 # %% ../../nbs/408_state.folder.ipynb #9b952620
 def _remove(path):
     "Remove the state in `path`; a kill in between leaves what the next `write` removes"
@@ -219,16 +219,6 @@ def _remove(path):
     shutil.rmtree(tmp, ignore_errors=True)
 
 def _is_ours(path): return path.is_dir() and all(o.suffix in ('.json','.safetensors') for o in path.iterdir())
-
-@patch
-def _prune(self:States):
-    "Remove the states that neither are among the newest nor pinned, and those that are torn"
-    records = {p:self._record(p) for p in self._paths().values() if p not in self.torn}
-    others = {p for p,r in records.items() if r and r['format']!=_format}
-    mine = {p:r for p,r in records.items() if r and p not in others and not _faults(p, r, sums=False)}
-    stay = {*list(mine)[:self.keep], *[p for p,r in mine.items() if r['pinned']][:max(self.keep, self.pins)]}
-    torn = [p for p in self._paths().values() if p not in mine and self.torn.get(p, p not in others) and _is_ours(p)]
-    for p in [*(mine.keys()-stay), *torn]: _remove(p)
 
 # %% ../../nbs/408_state.folder.ipynb #7a7a4244
 def _lock(path, wait):

@@ -45,51 +45,43 @@ class StopSignals:
         unheard = kind is None and not self.heard and not self.passed
         if self.asked and (unheard or self.asked==signal.SIGTERM and in_shell()): os.kill(os.getpid(), self.asked)
 
+    def _called(self, signum, frame):
+        if self.asked and time.monotonic()-self.at>self.same: return self._end(signum, frame)
+        if self.asked: return True
+        self.asked,self.at,self.passed = signum,time.monotonic(),is_users(self.handlers[signum].below)
+        if not self.failed(): self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; a second one after {self.same:.0f} s stops at once')
+        return not self.passed
+
+    def _restore(self):
+        for o in self.handlers.values(): o.uninstall()
+
+    def _end(self, signum, frame):
+        below = self.handlers[signum].below
+        self._restore()
+        if is_users(below): below(signum, frame)
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+    def _say(self, text):
+        w = this_world()
+        start = '\n' if w.rank==0 and sys.stderr.isatty() else '' # a bar of progress leaves the cursor behind it
+        line = f'{start}fastdist: {f"rank {w.rank}: " if w.size>1 else ""}{text}\n'
+        try: sys.stderr.write(line)
+        except RuntimeError: os.write(2, line.encode()) # it came in the middle of another write
+
+    def agree(self,
+        line=None # The job's `ControlConnection`; `None` in one process
+    )->int: # 0 where no rank has got one
+        "Return the number of the signal that any rank has got; one vote, after which it counts as heard"
+        mine = int(self.asked or 0)
+        self.heard = bool(mine)
+        return line.votes.agree(mine, 'the signal to stop') if line else mine
+
 def is_users(
     handler # As from `signal.getsignal`
 )->bool:
     "Return whether `handler` is a Python function other than that of torch's launcher, which ranks that are forked from it inherit"
     return callable(handler) and not getattr(handler, '__module__', '').startswith('torch.distributed.elastic')
-
-# %% ../../nbs/410_state.preempt.ipynb #e61578da
-@patch
-def _called(self:StopSignals, signum, frame):
-    if self.asked and time.monotonic()-self.at>self.same: return self._end(signum, frame)
-    if self.asked: return True
-    self.asked,self.at,self.passed = signum,time.monotonic(),is_users(self.handlers[signum].below)
-    if not self.failed(): self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; a second one after {self.same:.0f} s stops at once')
-    return not self.passed
-
-@patch
-def _restore(self:StopSignals):
-    for o in self.handlers.values(): o.uninstall()
-
-@patch
-def _end(self:StopSignals, signum, frame):
-    below = self.handlers[signum].below
-    self._restore()
-    if is_users(below): below(signum, frame)
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
-
-# %% ../../nbs/410_state.preempt.ipynb #145fc765
-@patch
-def _say(self:StopSignals, text):
-    w = this_world()
-    start = '\n' if w.rank==0 and sys.stderr.isatty() else '' # a bar of progress leaves the cursor behind it
-    line = f'{start}fastdist: {f"rank {w.rank}: " if w.size>1 else ""}{text}\n'
-    try: sys.stderr.write(line)
-    except RuntimeError: os.write(2, line.encode()) # it came in the middle of another write
-
-# %% ../../nbs/410_state.preempt.ipynb #e2766f6c
-@patch
-def agree(self:StopSignals,
-    line=None # The job's `ControlConnection`; `None` in one process
-)->int: # 0 where no rank has got one
-    "Return the number of the signal that any rank has got; one vote, after which it counts as heard"
-    mine = int(self.asked or 0)
-    self.heard = bool(mine)
-    return line.votes.agree(mine, 'the signal to stop') if line else mine
 
 # %% ../../nbs/410_state.preempt.ipynb #449e28d4
 _set_handlers = getattr(_signal_handling, '_set_worker_signal_handlers', None) # without it, data workers end by a SIGTERM to all of the job

@@ -120,69 +120,59 @@ class Resume:
         warn(f'The state at the end of fit {self.fit.number} in {self.fit.path} was not kept, so the Learner has that in {newest.path} between this fit and the next. HINT: a larger keep')
         return newest
 
-# %% ../../nbs/412_state.resume.ipynb #253dbd3a
-@patch
-def _parts(self:Resume, state):
-    "Return what `state` has of the Learner and of each rank; in shards this rank reads it itself, but for tensors in shards"
-    try: learner = state.read(whole=not self.fit.layout.gathers)
-    except FileNotFoundError:
-        raise ResumeError(state.path, f'files that rank {self.fit.rank} does not see', 'in shards each rank reads its part, so ranks on several nodes need a folder that all of them see') from None
-    return dict(ranks=learner.pop('ranks'), learner=learner)
+    def _parts(self, state):
+        "Return what `state` has of the Learner and of each rank; in shards this rank reads it itself, but for tensors in shards"
+        try: learner = state.read(whole=not self.fit.layout.gathers)
+        except FileNotFoundError:
+            raise ResumeError(state.path, f'files that rank {self.fit.rank} does not see', 'in shards each rank reads its part, so ranks on several nodes need a folder that all of them see') from None
+        return dict(ranks=learner.pop('ranks'), learner=learner)
 
-@patch
-def announce(self:Resume):
-    "Print where the fit goes on"
-    at,fit = self.found['about'],self.fit
-    if fit.rank==0 and at['ranks']==fit.size and at['threads']!=torch.get_num_threads(): warn(f'The state was made with {at["threads"]} threads, and there are {torch.get_num_threads()} '
-        'now, so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
-    fit.say(f'resuming fit {fit.number} at epoch {at["epoch"]}, batch {at["batch"]} from {self.found["path"]}')
+    def announce(self):
+        "Print where the fit goes on"
+        at,fit = self.found['about'],self.fit
+        if fit.rank==0 and at['ranks']==fit.size and at['threads']!=torch.get_num_threads(): warn(f'The state was made with {at["threads"]} threads, and there are {torch.get_num_threads()} '
+            'now, so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
+        fit.say(f'resuming fit {fit.number} at epoch {at["epoch"]}, batch {at["batch"]} from {self.found["path"]}')
 
-@patch
-def _name_edits(self:Resume, was, done):
-    "Print each setting in which the script differs from the one that made the state"
-    now = self.facts['settings']
-    for o in edits(was.get('settings', now), now, done): self.fit.say(f'the script has changed since fit {self.fit.number} began: {o}')
+    def _name_edits(self, was, done):
+        "Print each setting in which the script differs from the one that made the state"
+        now = self.facts['settings']
+        for o in edits(was.get('settings', now), now, done): self.fit.say(f'the script has changed since fit {self.fit.number} began: {o}')
 
-# %% ../../nbs/412_state.resume.ipynb #b2b65481
-@patch
-def put_back(self:Resume):
-    "Write the state that was found into the Learner, but for the random states"
-    p,mine,fit = self.found,self._mine(),self.fit
-    in_parts = fit.layout.gathers
-    state = p['learner']|dict(left=left_in(p['learner'], [] if mine and not in_parts else p['ranks'], whole=not in_parts))
-    if p['about']['facts'].get('metrics')!=self.facts['metrics']: state |= dict(metrics=[]) # a done fit's, and other metrics are here
-    if in_parts: state = fit.layout.files.rejoined(fit.learn, state, Path(p['path']))
-    put_back(fit.learn, state, mine, p['path'])
-    fit.steps,self.before = p['about']['steps'],p['learner']['before']
-    if not p['done']: fit.layout.settle(p['learner']['buckets'])
-    for cb in fit.helpers: cb.after_put_back()
+    def put_back(self):
+        "Write the state that was found into the Learner, but for the random states"
+        p,mine,fit = self.found,self._mine(),self.fit
+        in_parts = fit.layout.gathers
+        state = p['learner']|dict(left=left_in(p['learner'], [] if mine and not in_parts else p['ranks'], whole=not in_parts))
+        if p['about']['facts'].get('metrics')!=self.facts['metrics']: state |= dict(metrics=[]) # a done fit's, and other metrics are here
+        if in_parts: state = fit.layout.files.rejoined(fit.learn, state, Path(p['path']))
+        put_back(fit.learn, state, mine, p['path'])
+        fit.steps,self.before = p['about']['steps'],p['learner']['before']
+        if not p['done']: fit.layout.settle(p['learner']['buckets'])
+        for cb in fit.helpers: cb.after_put_back()
 
-@patch
-def _mine(self:Resume):
-    "Return what this rank alone had; on another number of ranks `None`"
-    ranks = self.found['ranks']
-    return ranks[self.fit.rank] if len(ranks)==self.fit.size else None
+    def _mine(self):
+        "Return what this rank alone had; on another number of ranks `None`"
+        ranks = self.found['ranks']
+        return ranks[self.fit.rank] if len(ranks)==self.fit.size else None
 
-@patch
-def set_random(self:Resume,
-    but=None # Loader that has drawn its order already
-):
-    "Set the random states that this rank had, after which nothing is left to be put back, unless the fit is done"
-    mine = self._mine() or (self.found['ranks'][0] if self.fit.rank==0 else None)
-    if mine: set_global_random(mine['random'])
-    set_orders(self.fit.learn, self.found['learner'], but)
-    if not self.found['done']: self.found = None
+    def set_random(self,
+        but=None # Loader that has drawn its order already
+    ):
+        "Set the random states that this rank had, after which nothing is left to be put back, unless the fit is done"
+        mine = self._mine() or (self.found['ranks'][0] if self.fit.rank==0 else None)
+        if mine: set_global_random(mine['random'])
+        set_orders(self.fit.learn, self.found['learner'], but)
+        if not self.found['done']: self.found = None
 
-# %% ../../nbs/412_state.resume.ipynb #0a2fb4f1
-@patch
-def skip(self:Resume)->bool:
-    "Put the Learner in the state of the end of this fit, if the fit is done; return whether it is"
-    if not self.found or not self.found['done']: return False
-    _skipped.add(self.fit.learn)
-    self.put_back()
-    self.set_random()
-    self.fit.say(f'fit {self.fit.number} already finished; loaded its final state from {self.found["path"]}')
-    return True
+    def skip(self)->bool:
+        "Put the Learner in the state of the end of this fit, if the fit is done; return whether it is"
+        if not self.found or not self.found['done']: return False
+        _skipped.add(self.fit.learn)
+        self.put_back()
+        self.set_random()
+        self.fit.say(f'fit {self.fit.number} already finished; loaded its final state from {self.found["path"]}')
+        return True
 
 # %% ../../nbs/412_state.resume.ipynb #7bddb6af
 class FitLoop:
@@ -212,54 +202,46 @@ class FitLoop:
         for cb in self.learn._grab_cbs(ProgressCallback): getattr(cb, 'mbar', False) and cb.mbar.update(0) # a bar that has not begun cannot be moved to a later epoch
         for row in rows: self.learn.logger(L(row))
 
-# %% ../../nbs/412_state.resume.ipynb #216fe9a4
-@patch
-def batches(self:FitLoop,
-    f:callable # Goes over `learn.dl`
-)->callable:
-    "Return `f`, from the batch on at which the state was made"
-    learn,found = self.learn,self.resume.found
-    if found and self.fit.size==1 and isinstance(learn.dl, (DataLoader,TorchLoader)): self.share = learn.dl = StepDL(learn.dl, 0, 1)
-    return partial(self._go_on if found else self._from_start, f)
+    def batches(self,
+        f:callable # Goes over `learn.dl`
+    )->callable:
+        "Return `f`, from the batch on at which the state was made"
+        learn,found = self.learn,self.resume.found
+        if found and self.fit.size==1 and isinstance(learn.dl, (DataLoader,TorchLoader)): self.share = learn.dl = StepDL(learn.dl, 0, 1)
+        return partial(self._go_on if found else self._from_start, f)
 
-@patch
-def _current(self:FitLoop):
-    "Return the share of the running epoch, in one process the loader, also where a callback has put something around it"
-    running,dl = self.fit.loaders.running,self.learn.dl
-    if running and running.dl is not None: return running.dl
-    return dl if isinstance(dl, (DataLoader,TorchLoader)) else self.share or self.learn.dls.train
+    def _current(self):
+        "Return the share of the running epoch, in one process the loader, also where a callback has put something around it"
+        running,dl = self.fit.loaders.running,self.learn.dl
+        if running and running.dl is not None: return running.dl
+        return dl if isinstance(dl, (DataLoader,TorchLoader)) else self.share or self.learn.dls.train
 
-@patch
-def _from_start(self:FitLoop, f):
-    dl = self._current()
-    self._begin()
-    self.resume.before = global_random(),order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None
-    f()
+    def _from_start(self, f):
+        dl = self._current()
+        self._begin()
+        self.resume.before = global_random(),order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None
+        f()
 
-# %% ../../nbs/412_state.resume.ipynb #fcd1e627
-@patch
-def _begin(self:FitLoop):
-    "Note once what values are before the first batch: `before_fit` and its like have set some anew"
-    if not self.begun: self.fit.changes.begin()
-    self.begun = True
+    def _begin(self):
+        "Note once what values are before the first batch: `before_fit` and its like have set some anew"
+        if not self.begun: self.fit.changes.begin()
+        self.begun = True
 
-@patch
-def _go_on(self:FitLoop, f):
-    dl,batch = self._current(),self.resume.found['about']['batch']
-    if self.fit.size==1 and not isinstance(dl, DistributedDL): dl = self.learn.dl = StepDL(dl, 0, 1) # another loader that a callback has put there
-    self._begin()
-    self.resume.put_back()
-    random,order = self.resume.before
-    if self.fit.rank==0: set_global_random(random)
-    set_order_state(dl, order)
-    dl.resume_at(batch, partial(self.resume.set_random, dl.dl), order['alive'])
-    with _numbered_from(self.learn, batch): f()
-    if self.resume.found: raise self._no_share()
+    def _go_on(self, f):
+        dl,batch = self._current(),self.resume.found['about']['batch']
+        if self.fit.size==1 and not isinstance(dl, DistributedDL): dl = self.learn.dl = StepDL(dl, 0, 1) # another loader that a callback has put there
+        self._begin()
+        self.resume.put_back()
+        random,order = self.resume.before
+        if self.fit.rank==0: set_global_random(random)
+        set_order_state(dl, order)
+        dl.resume_at(batch, partial(self.resume.set_random, dl.dl), order['alive'])
+        with _numbered_from(self.learn, batch): f()
+        if self.resume.found: raise self._no_share()
 
-@patch
-def _no_share(self:FitLoop):
-    what = f'a position within an epoch, and a callback has put a {type(self.learn.dl).__name__} in the place of the loader, which cannot leave out the batches that are done'
-    return ResumeError(self.resume.found['path'], what, 'Checkpoint(minutes=None) makes states at the ends of fits only')
+    def _no_share(self):
+        what = f'a position within an epoch, and a callback has put a {type(self.learn.dl).__name__} in the place of the loader, which cannot leave out the batches that are done'
+        return ResumeError(self.resume.found['path'], what, 'Checkpoint(minutes=None) makes states at the ends of fits only')
 
 # %% ../../nbs/412_state.resume.ipynb #75087754
 def _numbered_from(learn, k):

@@ -44,113 +44,96 @@ class Agreement:
         if line: return events(event_name)
         type(self.learn)._call_one(self.learn, event_name)
 
-# %% ../../nbs/702_train.agreement.ipynb #afd54dd1
-@patch
-def in_batch(self:Agreement,
-    f:callable, # A batch, a backward pass or a step
-    event_type:str, # Which of them
-    ex:type, # Exception that cancels it
-    final:callable # Called at the end
-):
-    "Call `f` and the events around it, as fastai does"
-    call = self.learn._call_one
-    try:
-        call('before_'+event_type)
+    def in_batch(self,
+        f:callable, # A batch, a backward pass or a step
+        event_type:str, # Which of them
+        ex:type, # Exception that cancels it
+        final:callable # Called at the end
+    ):
+        "Call `f` and the events around it, as fastai does"
+        call = self.learn._call_one
+        try:
+            call('before_'+event_type)
+            try: f()
+            except cancels as e: self._settle(e)
+        except ex: call('after_cancel_'+event_type)
+        call('after_'+event_type)
+        if final is not noop: final()
+
+    def aside(self,
+        run:callable, # Runs `f` with its events
+        f:callable, # As for fastai's `_with_events`
+        event_type:str, # Too
+        *args # Too
+    ):
+        "Run an evaluation of rank 0 alone; raise `RuntimeError` for a fit"
+        if event_type=='fit': raise RuntimeError('a callback for rank 0 alone trains the model that all ranks train. HINT: let it do so on all ranks, or train a copy')
+        self.events.step_aside()
+        return run(f, event_type, *args)
+
+    def settled(self,
+        f:callable # What the events surround
+    ):
+        "Call `f`; an exception that cancels is settled with all ranks first"
         try: f()
         except cancels as e: self._settle(e)
-    except ex: call('after_cancel_'+event_type)
-    call('after_'+event_type)
-    if final is not noop: final()
 
-# %% ../../nbs/702_train.agreement.ipynb #cf88aa73
-@patch
-def aside(self:Agreement,
-    run:callable, # Runs `f` with its events
-    f:callable, # As for fastai's `_with_events`
-    event_type:str, # Too
-    *args # Too
-):
-    "Run an evaluation of rank 0 alone; raise `RuntimeError` for a fit"
-    if event_type=='fit': raise RuntimeError('a callback for rank 0 alone trains the model that all ranks train. HINT: let it do so on all ranks, or train a copy')
-    self.events.step_aside()
-    return run(f, event_type, *args)
+    def _settle(self, e):
+        "Raise `e`, which cancels, once it is settled with all ranks"
+        *_,last = traceback.walk_tb(e.__traceback__)
+        self.events.settle(e, f'{last[0].f_globals.get("__name__")}.{last[0].f_code.co_name}')
+        raise e
 
-# %% ../../nbs/702_train.agreement.ipynb #bd1a04cf
-@patch
-def settled(self:Agreement,
-    f:callable # What the events surround
-):
-    "Call `f`; an exception that cancels is settled with all ranks first"
-    try: f()
-    except cancels as e: self._settle(e)
+    def vote(self,
+        mine:Exception=None, # Exception by which this rank cancels, if it does
+        name:str='a vote' # For messages
+    ):
+        "Raise on all ranks what one of them cancels by; do nothing where nobody does"
+        what = type(mine) if self.job.line.faults.failed or not self._in_step() else vote(self.job.line.votes, mine, name)
+        if what in (None,type(None)): return
+        res = mine if isinstance(mine, what) else what()
+        res.agreed = True
+        raise res
 
-@patch
-def _settle(self:Agreement, e):
-    "Raise `e`, which cancels, once it is settled with all ranks"
-    *_,last = traceback.walk_tb(e.__traceback__)
-    self.events.settle(e, f'{last[0].f_globals.get("__name__")}.{last[0].f_code.co_name}')
-    raise e
+    def _in_step(self):
+        "Return whether ranks have the same batches: an evaluation of unknown length may end earlier on some"
+        ph = self.phases.running
+        return self.learn.training or ph is None or ph.dl is None or ph.dl.n is not None
 
-# %% ../../nbs/702_train.agreement.ipynb #30627776
-@patch
-def vote(self:Agreement,
-    mine:Exception=None, # Exception by which this rank cancels, if it does
-    name:str='a vote' # For messages
-):
-    "Raise on all ranks what one of them cancels by; do nothing where nobody does"
-    what = type(mine) if self.job.line.faults.failed or not self._in_step() else vote(self.job.line.votes, mine, name)
-    if what in (None,type(None)): return
-    res = mine if isinstance(mine, what) else what()
-    res.agreed = True
-    raise res
+    def to_the_end(self,
+        all_batches:callable # Goes over this rank's batches
+    ):
+        "Evaluate, and take part in what ranks with more batches exchange, before any callback begins something else"
+        all_batches()
+        ph = self.phases.current
+        if ph is None or ph.dl is None: return
+        for _ in range(ph.dl.n_steps()-len(ph.sizes)): self._without_batch()
+        while _is_open(ph.dl) and self._idle(): pass
 
-@patch
-def _in_step(self:Agreement):
-    "Return whether ranks have the same batches: an evaluation of unknown length may end earlier on some"
-    ph = self.phases.running
-    return self.learn.training or ph is None or ph.dl is None or ph.dl.n is not None
+    def _without_batch(self):
+        "Take part in a batch of the others"
+        try:
+            self._without('before_batch')
+            self._idle()
+            for o in ('after_pred','after_loss'): self._without(o)
+        except CancelBatchException: self._without('after_cancel_batch')
+        self._without('after_batch')
 
-# %% ../../nbs/702_train.agreement.ipynb #cb6cac23
-@patch
-def to_the_end(self:Agreement,
-    all_batches:callable # Goes over this rank's batches
-):
-    "Evaluate, and take part in what ranks with more batches exchange, before any callback begins something else"
-    all_batches()
-    ph = self.phases.current
-    if ph is None or ph.dl is None: return
-    for _ in range(ph.dl.n_steps()-len(ph.sizes)): self._without_batch()
-    while _is_open(ph.dl) and self._idle(): pass
+    def _without(self, event_name):
+        for cb,votes,_ in self.events.of(event_name):
+            if cb is self.evaluate and event_name=='after_batch': cb.catch_up()
+            if votes: self.vote(None, f'a vote after {type(cb).__name__}.{event_name}')
 
-# %% ../../nbs/702_train.agreement.ipynb #46590a3c
-@patch
-def _without_batch(self:Agreement):
-    "Take part in a batch of the others"
-    try:
-        self._without('before_batch')
-        self._idle()
-        for o in ('after_pred','after_loss'): self._without(o)
-    except CancelBatchException: self._without('after_cancel_batch')
-    self._without('after_batch')
+    def is_short(self,
+        mine:bool=True # Whether this rank has some
+    )->bool:
+        "Return whether some rank has no samples of this batch; where nobody knows beforehand, ranks vote, and this one says `mine`"
+        ph = self.phases.current
+        if not self.layout.gathers or ph is None or ph.dl is None: return False
+        if _is_open(ph.dl): return self.job.line.votes.agree(1 if mine else 2, 'a batch of a loader that ends when it ends')==2
+        return not mine or ph.dl.total(self.learn.iter)<self.phases.size
 
-@patch
-def _without(self:Agreement, event_name):
-    for cb,votes,_ in self.events.of(event_name):
-        if cb is self.evaluate and event_name=='after_batch': cb.catch_up()
-        if votes: self.vote(None, f'a vote after {type(cb).__name__}.{event_name}')
+    def _idle(self): return self.layout.gathers and self.is_short(False) and self.layout.idle()
 
 # %% ../../nbs/702_train.agreement.ipynb #a4326f48
 def _is_open(dl): return dl.n is None or not dl.source.indexed
-
-@patch
-def is_short(self:Agreement,
-    mine:bool=True # Whether this rank has some
-)->bool:
-    "Return whether some rank has no samples of this batch; where nobody knows beforehand, ranks vote, and this one says `mine`"
-    ph = self.phases.current
-    if not self.layout.gathers or ph is None or ph.dl is None: return False
-    if _is_open(ph.dl): return self.job.line.votes.agree(1 if mine else 2, 'a batch of a loader that ends when it ends')==2
-    return not mine or ph.dl.total(self.learn.iter)<self.phases.size
-
-@patch
-def _idle(self:Agreement): return self.layout.gathers and self.is_short(False) and self.layout.idle()

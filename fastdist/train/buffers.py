@@ -59,33 +59,27 @@ class Buffers(JobCallback):
         "Call `after_train` where a callback cancelled the fit in the midst of an epoch"
         self.moved and not self.phases.open and self.after_train()
 
-# %% ../../nbs/707_train.buffers.ipynb #08537486
-@patch
-def share(self:Buffers):
-    "Copy rank 0's buffers to all ranks, where they differ"
-    if self.phases.size==1: return
-    mine = self.layout.norms.shared
-    bufs = {n:b for n,b in self._buffers().items() if id(b) not in mine}
-    quiet = {id(b) for m in own_model(self.learn).modules() if not self.layout.norms.on and isinstance(m, _BatchNorm) for b in m.buffers()}
-    self._name([n for n in share_buffers(bufs) if id(bufs[n]) not in quiet])
+    def share(self):
+        "Copy rank 0's buffers to all ranks, where they differ"
+        if self.phases.size==1: return
+        mine = self.layout.norms.shared
+        bufs = {n:b for n,b in self._buffers().items() if id(b) not in mine}
+        quiet = {id(b) for m in own_model(self.learn).modules() if not self.layout.norms.on and isinstance(m, _BatchNorm) for b in m.buffers()}
+        self._name([n for n in share_buffers(bufs) if id(bufs[n]) not in quiet])
 
-@patch
-def _buffers(self:Buffers):
-    "Return the buffers of the Learner, and of models that it trained before in this fit"
-    own = own_model(self.learn)
-    others = {id(m):m for m in self.layout.wrappers.models if m is not own}.values()
-    return {f'{type(m).__name__}.{n}':b for m in others for n,b in m.named_buffers()} | learner_buffers(self.learn)
+    def _buffers(self):
+        "Return the buffers of the Learner, and of models that it trained before in this fit"
+        own = own_model(self.learn)
+        others = {id(m):m for m in self.layout.wrappers.models if m is not own}.values()
+        return {f'{type(m).__name__}.{n}':b for m in others for n,b in m.named_buffers()} | learner_buffers(self.learn)
 
-# %% ../../nbs/707_train.buffers.ipynb #2e8075db
-@patch
-def _name(self:Buffers, names):
-    new = [n for n in names if n not in self.named]
-    self.named |= {*new}
-    if new: self.phases.warn_once(('buffers',*new), f'The forward pass changes {", ".join(new[:5])}{" and others" if len(new)>5 else ""} by each rank\'s part of a batch; all ranks go on with '
-        'the values of rank 0, and N of them differ from one process. HINT: average over ranks what they are changed by, or do without these buffers')
+    def _name(self, names):
+        new = [n for n in names if n not in self.named]
+        self.named |= {*new}
+        if new: self.phases.warn_once(('buffers',*new), f'The forward pass changes {", ".join(new[:5])}{" and others" if len(new)>5 else ""} by each rank\'s part of a batch; all ranks go on with '
+            'the values of rank 0, and N of them differ from one process. HINT: average over ranks what they are changed by, or do without these buffers')
 
-@patch
-def _name_batch_stats(self:Buffers):
-    names = [n for n,m in own_model(self.learn).named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
-    if names: self.phases.warn_once('statistics', f'The batch norm {names[0]} keeps no running statistics, so in evaluation it normalises by each rank\'s part of a batch, and N ranks '
-        'differ from one process. HINT: track_running_stats=True, or evaluate outside of the context')
+    def _name_batch_stats(self):
+        names = [n for n,m in own_model(self.learn).named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
+        if names: self.phases.warn_once('statistics', f'The batch norm {names[0]} keeps no running statistics, so in evaluation it normalises by each rank\'s part of a batch, and N ranks '
+            'differ from one process. HINT: track_running_stats=True, or evaluate outside of the context')

@@ -223,60 +223,97 @@ class Events:
         self.tried.append((cb,event_name))
         self.plans = {} # the next call is a plain one
 
-# %% ../../nbs/701_train.events.ipynb #1f758368
-@patch
-def __call__(self:Events,
-    event_name:str # Event
-):
-    "Call the callbacks for `event_name`, with their votes"
-    self.at = event_name
-    begins = event_name in _begins
-    if begins: self._begin()
-    for cb,_,call in self.of(event_name):
-        try: call()
-        except cancels as e:
-            self.settle(e, f'{type(cb).__name__}.{event_name}')
-            raise
-        if begins: self.replaced()
+    def __call__(self,
+        event_name:str # Event
+    ):
+        "Call the callbacks for `event_name`, with their votes"
+        self.at = event_name
+        begins = event_name in _begins
+        if begins: self._begin()
+        for cb,_,call in self.of(event_name):
+            try: call()
+            except cancels as e:
+                self.settle(e, f'{type(cb).__name__}.{event_name}')
+                raise
+            if begins: self.replaced()
 
-@patch
-def _begin(self:Events):
-    self.phase,self.plans = self.phase+1,{}
-    self.replaced()
+    def _begin(self):
+        self.phase,self.plans = self.phase+1,{}
+        self.replaced()
 
-# %% ../../nbs/701_train.events.ipynb #77d30e5a
-@patch
-def skips(self:Events)->dict: # Callback and event -> name and text
-    "Return which batches this rank's callbacks have cancelled by what it alone knows"
-    deciding = [(n,cb,o) for n,cb in named_callbacks(self.learn).items() if decides(cb) and not is_rank0_only(cb) for o in _forwards if answers(cb, o)]
-    return {f'{n}.{o}':{f'the batches that {n} cancels in {o}':self._shown(cb, o)} for n,cb,o in deciding}
+    def skips(self)->dict: # Callback and event -> name and text
+        "Return which batches this rank's callbacks have cancelled by what it alone knows"
+        deciding = [(n,cb,o) for n,cb in named_callbacks(self.learn).items() if decides(cb) and not is_rank0_only(cb) for o in _forwards if answers(cb, o)]
+        return {f'{n}.{o}':{f'the batches that {n} cancels in {o}':self._shown(cb, o)} for n,cb,o in deciding}
 
-@patch
-def _shown(self:Events, cb, event_name):
-    at = self.skipped.get((cb,event_name), [])
-    return f'{len(at)}: {", ".join(f"{e}.{i}" for e,i in at[:6])}{", …" if len(at)>6 else ""} {zlib.crc32(repr(at).encode()):x}' if at else 'none'
+    def _shown(self, cb, event_name):
+        at = self.skipped.get((cb,event_name), [])
+        return f'{len(at)}: {", ".join(f"{e}.{i}" for e,i in at[:6])}{", …" if len(at)>6 else ""} {zlib.crc32(repr(at).encode()):x}' if at else 'none'
 
-@patch
-def _call_and_vote(self:Events, cb, lone, event_name, call):
-    mine = None
-    try:
-        if not (lone and self.rank): call()
-    except cancels as e: mine = e
-    if mine and not lone and self.learn.training and event_name in _forwards:
-        self.skipped.setdefault((cb,event_name), []).append((self.learn.epoch,self.learn.iter))
-    self.vote(mine, f'a vote after {type(cb).__name__}.{event_name}')
+    def _call_and_vote(self, cb, lone, event_name, call):
+        mine = None
+        try:
+            if not (lone and self.rank): call()
+        except cancels as e: mine = e
+        if mine and not lone and self.learn.training and event_name in _forwards:
+            self.skipped.setdefault((cb,event_name), []).append((self.learn.epoch,self.learn.iter))
+        self.vote(mine, f'a vote after {type(cb).__name__}.{event_name}')
 
-# %% ../../nbs/701_train.events.ipynb #a860b1d2
-@patch
-def _call_alone(self:Events, cb, event_name):
-    "Call `cb` of rank 0; callbacks that it adds to the Learner are for rank 0 alone as well"
-    learn,self.alone = self.learn,cb
-    before,at = list(learn.cbs),dict(vars(learn))
-    try: cb(event_name)
-    finally:
-        self.alone = None
-        if self.aside: self._go_on(at)
-    if learn.cbs.items!=before: self._mark(before)
+    def _call_alone(self, cb, event_name):
+        "Call `cb` of rank 0; callbacks that it adds to the Learner are for rank 0 alone as well"
+        learn,self.alone = self.learn,cb
+        before,at = list(learn.cbs),dict(vars(learn))
+        try: cb(event_name)
+        finally:
+            self.alone = None
+            if self.aside: self._go_on(at)
+        if learn.cbs.items!=before: self._mark(before)
+
+    def __getstate__(self): return {**vars(self), 'planned':None, 'plans':{}}
+
+    def settle(self,
+        e:Exception, # One of `cancels`, about to be raised on this rank
+        where:str # Callback and event, or function
+    ):
+        "Wait until all ranks raise `e` at this place, unless they are known to; raise `RankError` on all of them where they do not"
+        if is_agreed(e) or self.vote is None or self.line is None or self.line.faults.failed: return
+        self.line.part(Watchdog).confirm(f'{type(e).__name__} raised in {where}')
+        e.agreed = True
+
+    def position(self)->list: # Phase, batch, number of the event
+        "Return the place in the training loop, which grows from event to event"
+        before,after = -1,10**9
+        batch = self.learn.iter if self.at in _inner_loop else before if self.at.startswith('before') else after
+        return [self.phase, batch, _events.index(self.at) if self.at in _events else -1]
+
+    def step_aside(self):
+        "Save what an evaluation of rank 0 alone changes, before it begins"
+        if self.aside: return
+        learn,self.aside = self.learn,ExitStack()
+        mets = [*learn.metrics, *[o for o in vars(learn.recorder).values() if isinstance(o, Metric)]] if hasattr(learn, 'recorder') else [*learn.metrics]
+        self.aside.enter_context(kept_random(*user_loaders(learn.dls)))
+        self.aside.enter_context(reverted([cb for cb in learn.cbs if not is_rank0_only(cb)]+mets))
+        for m in mets: vars(m).pop('accumulate', None)
+        for m in learn.model.modules(): self.aside.callback(setattr, m, 'training', m.training)
+
+    def call_aside(self,
+        event_name:str # Event of an evaluation of rank 0 alone
+    ):
+        "Call all callbacks but the others of rank 0, which report on what all ranks do"
+        self.step_aside()
+        for cb in self.learn.cbs.sorted('order'):
+            if cb is self.alone or not is_rank0_only(cb): cb(event_name)
+
+    def _mark(self, before):
+        for o in self.learn.cbs:
+            if not any(o is b for b in before): o.rank0_only = True
+
+    def _go_on(self, at):
+        "Restore what `step_aside` saved, and the attributes of the training loop from `at`"
+        self.aside.close()
+        self.aside = None
+        for k in _loop: vars(self.learn).pop(k, None)
+        vars(self.learn).update({k:at[k] for k in _loop if k in at})
 
 # %% ../../nbs/701_train.events.ipynb #3b2c55dd
 _set_attr,_planned = Callback.__setattr__,{*_events,'order','training'}
@@ -287,27 +324,6 @@ def __setattr__(self:Callback, name, value):
     _set_attr(self, name, value)
     lent = getattr(self.learn, '__dict__', {}).get('_call_one') if name in _planned else None
     if isinstance(o := getattr(getattr(lent, '__self__', None), '_events', None), Events): o.planned = None
-
-@patch
-def __getstate__(self:Events): return {**vars(self), 'planned':None, 'plans':{}}
-
-# %% ../../nbs/701_train.events.ipynb #5488d8bd
-@patch
-def settle(self:Events,
-    e:Exception, # One of `cancels`, about to be raised on this rank
-    where:str # Callback and event, or function
-):
-    "Wait until all ranks raise `e` at this place, unless they are known to; raise `RankError` on all of them where they do not"
-    if is_agreed(e) or self.vote is None or self.line is None or self.line.faults.failed: return
-    self.line.part(Watchdog).confirm(f'{type(e).__name__} raised in {where}')
-    e.agreed = True
-
-@patch
-def position(self:Events)->list: # Phase, batch, number of the event
-    "Return the place in the training loop, which grows from event to event"
-    before,after = -1,10**9
-    batch = self.learn.iter if self.at in _inner_loop else before if self.at.startswith('before') else after
-    return [self.phase, batch, _events.index(self.at) if self.at in _events else -1]
 
 # %% ../../nbs/701_train.events.ipynb #2dde568d
 _loop = 'dl','iter','n_iter','epoch','n_epoch','train_iter','pct_train','training','xb','yb','pred','loss','loss_grad','smooth_loss'
@@ -322,39 +338,3 @@ def reverted(
         for o in filter(risinstance(Metric), objs):
             with suppress(Exception): vars(o).update(vars(Copies(o, params=False)()))
         yield
-
-# %% ../../nbs/701_train.events.ipynb #79aa6ba6
-@patch
-def step_aside(self:Events):
-    "Save what an evaluation of rank 0 alone changes, before it begins"
-    if self.aside: return
-    learn,self.aside = self.learn,ExitStack()
-    mets = [*learn.metrics, *[o for o in vars(learn.recorder).values() if isinstance(o, Metric)]] if hasattr(learn, 'recorder') else [*learn.metrics]
-    self.aside.enter_context(kept_random(*user_loaders(learn.dls)))
-    self.aside.enter_context(reverted([cb for cb in learn.cbs if not is_rank0_only(cb)]+mets))
-    for m in mets: vars(m).pop('accumulate', None)
-    for m in learn.model.modules(): self.aside.callback(setattr, m, 'training', m.training)
-
-# %% ../../nbs/701_train.events.ipynb #8d5e5343
-@patch
-def call_aside(self:Events,
-    event_name:str # Event of an evaluation of rank 0 alone
-):
-    "Call all callbacks but the others of rank 0, which report on what all ranks do"
-    self.step_aside()
-    for cb in self.learn.cbs.sorted('order'):
-        if cb is self.alone or not is_rank0_only(cb): cb(event_name)
-
-# %% ../../nbs/701_train.events.ipynb #7b2df250
-@patch
-def _mark(self:Events, before):
-    for o in self.learn.cbs:
-        if not any(o is b for b in before): o.rank0_only = True
-
-@patch
-def _go_on(self:Events, at):
-    "Restore what `step_aside` saved, and the attributes of the training loop from `at`"
-    self.aside.close()
-    self.aside = None
-    for k in _loop: vars(self.learn).pop(k, None)
-    vars(self.learn).update({k:at[k] for k in _loop if k in at})

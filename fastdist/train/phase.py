@@ -96,133 +96,119 @@ class Phases:
         dl,ph = self.learn.dl,self.running
         return dl if ph is None or ph.dl is None or ph.dl.in_step else ph.dl
 
-# %% ../../nbs/704_train.phase.ipynb #1f7ea012
-@patch
-def share(self:Phases,
-    dl, # A loader; a list of batches is none, and is returned as it is
-    cls:type # `StepDL` for training, `EvalDL` for evaluation
-): # During a fit, and for a loader of the Learner, the same object each time
-    "Return this rank's share of `dl`"
-    if self.alone() and isinstance(dl, StepDL): return dl.dl
-    if not isinstance(dl, (DataLoader,TorchLoader)) or self.size==1 and (self.seeding is None or self.alone()): return dl
-    if isinstance(dl, DistributedDL): dl = dl.dl
-    res = self.shares.get((id(dl),cls))
-    if res is None: res = cls(dl, self.world.rank, self.size, self.world.device, self.of_rank)
-    res.seeding,res.by_hand = self.seeding,None if self.shown_in is None or self.size==1 else self._by_hand
-    res.follow()
-    mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
-    if self.fitting: self.shares = {(id(o.dl),type(o)):o for o in (*self.shares.values(),res) if any(o.dl is l for l in mine)}
-    return res
+    def share(self,
+        dl, # A loader; a list of batches is none, and is returned as it is
+        cls:type # `StepDL` for training, `EvalDL` for evaluation
+    ): # During a fit, and for a loader of the Learner, the same object each time
+        "Return this rank's share of `dl`"
+        if self.alone() and isinstance(dl, StepDL): return dl.dl
+        if not isinstance(dl, (DataLoader,TorchLoader)) or self.size==1 and (self.seeding is None or self.alone()): return dl
+        if isinstance(dl, DistributedDL): dl = dl.dl
+        res = self.shares.get((id(dl),cls))
+        if res is None: res = cls(dl, self.world.rank, self.size, self.world.device, self.of_rank)
+        res.seeding,res.by_hand = self.seeding,None if self.shown_in is None or self.size==1 else self._by_hand
+        res.follow()
+        mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
+        if self.fitting: self.shares = {(id(o.dl),type(o)):o for o in (*self.shares.values(),res) if any(o.dl is l for l in mine)}
+        return res
 
-# %% ../../nbs/704_train.phase.ipynb #0e1a5711
-@patch
-@contextmanager
-def shown(self:Phases):
-    "Return a context manager for a fit, in which `learn.dls` has shares in the place of its loaders"
-    self.fitting,self.shown_in,self.found = True,[],{}
-    try:
+    @contextmanager
+    def shown(self):
+        "Return a context manager for a fit, in which `learn.dls` has shares in the place of its loaders"
+        self.fitting,self.shown_in,self.found = True,[],{}
+        try:
+            self.show()
+            yield
+        finally:
+            for ls in self.shown_in: ls[:] = [self._own(o) for o in ls]
+            for o in (*self.shares.values(),*[s for _,s in self.found.values()],getattr(self.learn, 'dl', None)):
+                if isinstance(o, StepDL): o.by_hand = None
+            self.shown_in = None
+
+    def _own(self, o):
+        "Return the user's loader that stands where `o` stands in a fit"
+        if id(o) in self.found: return self.found[id(o)][0]
+        return o.dl if isinstance(o, StepDL) else o
+
+    def show(self):
+        "In a fit, put shares in the place of loaders that `learn.dls` has, also of those that a callback has put there"
+        ls = getattr(self.learn.dls, 'loaders', None)
+        if self.shown_in is None or self.size==1 or not isinstance(ls, list): return
+        if not any(o is ls for o in self.shown_in): self.shown_in.append(ls)
+        for i,o in enumerate(ls):
+            if id(o) in self.found: continue
+            ls[i] = self.share(o, EvalDL if i else StepDL)
+            if ls[i] is not o: self.found[id(ls[i])] = o.dl if isinstance(o, StepDL) else o,ls[i]
+
+    def _by_hand(self, share):
+        "Return an iterator over `share` for code of the user's; all of the loader for rank 0 alone, and where no fit runs"
+        if self.alone() or self.shown_in is None: return iter(share.dl)
+        self.warn_once('by hand', 'Your code goes over a loader of learn.dls in a fit, so each rank gets its share of the batches. HINT: learn.get_preds and learn.validate take those of all ranks; '
+            'its attribute `dl` is your own loader, of which each rank gets all')
+        res = share.another()
+        res.in_step = True
+        return iter(res)
+
+    @contextmanager
+    def room(self):
+        "Return a context manager for a phase; on exit the phases that were opened in it are closed"
+        depth = len(self.open)
+        self.open.append(None)
+        try: yield
+        finally: del self.open[depth:]
+
+    def start(self,
+        cls:type # As for `share`
+    )->Phase:
+        "Open a phase over this rank's share of `learn.dl`"
         self.show()
-        yield
-    finally:
-        for ls in self.shown_in: ls[:] = [self._own(o) for o in ls]
-        for o in (*self.shares.values(),*[s for _,s in self.found.values()],getattr(self.learn, 'dl', None)):
-            if isinstance(o, StepDL): o.by_hand = None
-        self.shown_in = None
+        dl,rec = self.share(self.learn.dl, cls),getattr(self.learn, 'recorder', None)
+        shared = isinstance(dl, DistributedDL) and self.size>1
+        self.open[-1:] = [Phase(dl if shared else None, rec)]
+        if shared: dl.in_step = True
+        self.learn.dl = dl
+        return self.current
 
-@patch
-def _own(self:Phases, o):
-    "Return the user's loader that stands where `o` stands in a fit"
-    if id(o) in self.found: return self.found[id(o)][0]
-    return o.dl if isinstance(o, StepDL) else o
+    def go_over(self,
+        f:callable, # Goes over `learn.dl`
+        asked # Loader that the phase was started with
+    ):
+        "Call `f`; a loader that a callback has put into `learn.dl` is replaced by its share before"
+        dl,ph = self.learn.dl,self.running
+        if ph and dl is not ph.dl and isinstance(dl, (DataLoader,TorchLoader)):
+            ph.dl = self.learn.dl = self.share(dl, StepDL if self.learn.training else EvalDL)
+            ph.dl.in_step = True
+        if ph and ph.dl is not None and ph.dl.in_step and isinstance(dl, (list,tuple)): ph.dl = None
+        f()
+        past = ph is not None and self.size>1 and (ph.dl is None or ph.dl.in_step)
+        if past and (self.learn.training or isinstance(asked, (DataLoader,TorchLoader))): self._name_unshared(type(dl))
 
-# %% ../../nbs/704_train.phase.ipynb #b8c176f5
-@patch
-def show(self:Phases):
-    "In a fit, put shares in the place of loaders that `learn.dls` has, also of those that a callback has put there"
-    ls = getattr(self.learn.dls, 'loaders', None)
-    if self.shown_in is None or self.size==1 or not isinstance(ls, list): return
-    if not any(o is ls for o in self.shown_in): self.shown_in.append(ls)
-    for i,o in enumerate(ls):
-        if id(o) in self.found: continue
-        ls[i] = self.share(o, EvalDL if i else StepDL)
-        if ls[i] is not o: self.found[id(ls[i])] = o.dl if isinstance(o, StepDL) else o,ls[i]
+    def warn_once(self,
+        what, # Key of the warning
+        text:str # The warning
+    ):
+        "Warn with `text` on rank 0, once for each `what`"
+        if what not in self.warned and not self.world.rank: warn(text)
+        self.warned.add(what)
 
-@patch
-def _by_hand(self:Phases, share):
-    "Return an iterator over `share` for code of the user's; all of the loader for rank 0 alone, and where no fit runs"
-    if self.alone() or self.shown_in is None: return iter(share.dl)
-    self.warn_once('by hand', 'Your code goes over a loader of learn.dls in a fit, so each rank gets its share of the batches. HINT: learn.get_preds and learn.validate take those of all ranks; '
-        'its attribute `dl` is your own loader, of which each rank gets all')
-    res = share.another()
-    res.in_step = True
-    return iter(res)
+    def _name_unshared(self, cls):
+        self.warn_once(cls, f'learn.dl is a {cls.__name__} that did not come from this rank\'s share, so each rank goes through all of its batches, and N of them differ from one '
+            'process. HINT: a callback that puts something around learn.dl gets the share if its order is more than 11')
 
-# %% ../../nbs/704_train.phase.ipynb #58d4a834
-@patch
-@contextmanager
-def room(self:Phases):
-    "Return a context manager for a phase; on exit the phases that were opened in it are closed"
-    depth = len(self.open)
-    self.open.append(None)
-    try: yield
-    finally: del self.open[depth:]
+    def check_steps(self):
+        "Raise `ValueError` if an epoch's training would make no step"
+        share = self.share(self.learn.dls.train, StepDL)
+        if self.size>1 and not isinstance(share, (DataLoader,TorchLoader,list,tuple)): raise TypeError('learn.dls.train must be a DataLoader of '
+            f'torch or fastai, got {type(share).__name__}, whose batches ranks cannot share out. HINT: derive it from one of them; an __iter__ of its own is used')
+        if isinstance(share, (list,tuple)) or self.size==1 or share.n is None or len(share): return
+        hint = 'a smaller batch size, drop_last=False, or fewer ranks' if share.n else 'a data set that is not empty'
+        raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.bs}{" and drop_last" if share.drop_last else ""}, '
+            f'so nothing would be trained. HINT: {hint}')
 
-# %% ../../nbs/704_train.phase.ipynb #725f01b1
-@patch
-def start(self:Phases,
-    cls:type # As for `share`
-)->Phase:
-    "Open a phase over this rank's share of `learn.dl`"
-    self.show()
-    dl,rec = self.share(self.learn.dl, cls),getattr(self.learn, 'recorder', None)
-    shared = isinstance(dl, DistributedDL) and self.size>1
-    self.open[-1:] = [Phase(dl if shared else None, rec)]
-    if shared: dl.in_step = True
-    self.learn.dl = dl
-    return self.current
-
-# %% ../../nbs/704_train.phase.ipynb #d90e98b8
-@patch
-def go_over(self:Phases,
-    f:callable, # Goes over `learn.dl`
-    asked # Loader that the phase was started with
-):
-    "Call `f`; a loader that a callback has put into `learn.dl` is replaced by its share before"
-    dl,ph = self.learn.dl,self.running
-    if ph and dl is not ph.dl and isinstance(dl, (DataLoader,TorchLoader)):
-        ph.dl = self.learn.dl = self.share(dl, StepDL if self.learn.training else EvalDL)
-        ph.dl.in_step = True
-    if ph and ph.dl is not None and ph.dl.in_step and isinstance(dl, (list,tuple)): ph.dl = None
-    f()
-    past = ph is not None and self.size>1 and (ph.dl is None or ph.dl.in_step)
-    if past and (self.learn.training or isinstance(asked, (DataLoader,TorchLoader))): self._name_unshared(type(dl))
-
-# %% ../../nbs/704_train.phase.ipynb #e3e66248
-@patch
-def warn_once(self:Phases,
-    what, # Key of the warning
-    text:str # The warning
-):
-    "Warn with `text` on rank 0, once for each `what`"
-    if what not in self.warned and not self.world.rank: warn(text)
-    self.warned.add(what)
-
-@patch
-def _name_unshared(self:Phases, cls):
-    self.warn_once(cls, f'learn.dl is a {cls.__name__} that did not come from this rank\'s share, so each rank goes through all of its batches, and N of them differ from one '
-        'process. HINT: a callback that puts something around learn.dl gets the share if its order is more than 11')
-
-# %% ../../nbs/704_train.phase.ipynb #ef89c625
-@patch
-def check_steps(self:Phases):
-    "Raise `ValueError` if an epoch's training would make no step"
-    share = self.share(self.learn.dls.train, StepDL)
-    if self.size>1 and not isinstance(share, (DataLoader,TorchLoader,list,tuple)): raise TypeError('learn.dls.train must be a DataLoader of '
-        f'torch or fastai, got {type(share).__name__}, whose batches ranks cannot share out. HINT: derive it from one of them; an __iter__ of its own is used')
-    if isinstance(share, (list,tuple)) or self.size==1 or share.n is None or len(share): return
-    hint = 'a smaller batch size, drop_last=False, or fewer ranks' if share.n else 'a data set that is not empty'
-    raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.bs}{" and drop_last" if share.drop_last else ""}, '
-        f'so nothing would be trained. HINT: {hint}')
+    def name_slow_workers(self):
+        "Warn of data workers that start slowly in each of several epochs"
+        if self.learn.n_epoch>1 and any(starts_slowly(dl) for dl in self.learn.dls.loaders): self.warn_once('workers', 'Your data workers start by spawn, and import torch anew in each epoch. '
+            'HINT: persistent_workers=True, if the data set stays the same')
 
 # %% ../../nbs/704_train.phase.ipynb #83074b9e
 def starts_slowly(
@@ -232,9 +218,3 @@ def starts_slowly(
     dl = getattr(dl, 'fake_l', dl)
     if not getattr(dl, 'num_workers', 0) or getattr(dl, 'persistent_workers', False): return False
     return (getattr(dl, 'multiprocessing_context', None) or multiprocessing).get_start_method(allow_none=True)=='spawn'
-
-@patch
-def name_slow_workers(self:Phases):
-    "Warn of data workers that start slowly in each of several epochs"
-    if self.learn.n_epoch>1 and any(starts_slowly(dl) for dl in self.learn.dls.loaders): self.warn_once('workers', 'Your data workers start by spawn, and import torch anew in each epoch. '
-        'HINT: persistent_workers=True, if the data set stays the same')

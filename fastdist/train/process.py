@@ -63,67 +63,64 @@ class JobDescription:
         raise AttributeError(f'{type(self).__name__} has no {k!r}')
     def __dir__(self): return sorted({*object.__dir__(self), *self._places})
 
-# %% ../../nbs/700_train.process.ipynb #7a9312be
-@patch(as_prop=True)
-def cpu_only(self:JobDescription)->bool:
-    "Return whether ranks compute on the CPU even on a machine with GPUs"
-    return self.compute_setup=='cpu' or bool(self.options.get('cpu'))
+    @property
+    def cpu_only(self)->bool:
+        "Return whether ranks compute on the CPU even on a machine with GPUs"
+        return self.compute_setup=='cpu' or bool(self.options.get('cpu'))
 
-@patch(as_prop=True)
-def world(self:JobDescription)->World:
-    "`World` of this process, from the present environment"
-    return replace(this_world(), cpu=True) if self.cpu_only else this_world()
+    @property
+    def world(self)->World:
+        "`World` of this process, from the present environment"
+        return replace(this_world(), cpu=True) if self.cpu_only else this_world()
 
-@patch(as_prop=True)
-def in_head(self:JobDescription)->bool:
-    "Return whether this process is the one that will start the ranks"
-    return (self._nprocs>1 or self._engine is not None) and this_world().source=='one process'
+    @property
+    def in_head(self)->bool:
+        "Return whether this process is the one that will start the ranks"
+        return (self._nprocs>1 or self._engine is not None) and this_world().source=='one process'
 
-# %% ../../nbs/700_train.process.ipynb #d9ee318c
-@patch(as_prop=True)
-def execution_type(self:JobDescription)->str:
-    "'torchrun' where an external launcher started the ranks, else 'default'"
-    return 'default' if this_world().source.startswith(('fastdist','one process')) else 'torchrun'
+    @property
+    def execution_type(self)->str:
+        "'torchrun' where an external launcher started the ranks, else 'default'"
+        return 'default' if this_world().source.startswith(('fastdist','one process')) else 'torchrun'
 
-@patch(as_prop=True)
-def nprocs(self:JobDescription)->int:
-    "Number of ranks that the head starts on this node; 1 where a launcher started them"
-    return 1 if self.execution_type=='torchrun' else self._nprocs
+    @property
+    def nprocs(self)->int:
+        "Number of ranks that the head starts on this node; 1 where a launcher started them"
+        return 1 if self.execution_type=='torchrun' else self._nprocs
 
-@patch(as_prop=True)
-def world_size(self:JobDescription)->int:
-    "Number of ranks of the job; in the head, the number that it will start"
-    return self._nprocs if self.in_head else self.world.size
+    @property
+    def world_size(self)->int:
+        "Number of ranks of the job; in the head, the number that it will start"
+        return self._nprocs if self.in_head else self.world.size
 
-# %% ../../nbs/700_train.process.ipynb #7f7cb458
-@patch(as_prop=True)
-def device(self:JobDescription)->torch.device:
-    "Device of this rank; in the head, the device of rank 0"
-    if not self.in_head or self.cpu_only: return self.world.device
-    return torch.device('cuda', 0) if torch.cuda.device_count() else torch.device('cpu')
+    @property
+    def device(self)->torch.device:
+        "Device of this rank; in the head, the device of rank 0"
+        if not self.in_head or self.cpu_only: return self.world.device
+        return torch.device('cuda', 0) if torch.cuda.device_count() else torch.device('cpu')
 
-@patch(as_prop=True)
-def log_device(self:JobDescription)->torch.device:
-    "Device on which numbers for logs are reduced"
-    return self.device if self.log_setup=='auto' else torch.device('cpu')
+    @property
+    def log_device(self)->torch.device:
+        "Device on which numbers for logs are reduced"
+        return self.device if self.log_setup=='auto' else torch.device('cpu')
 
-@patch(as_prop=True)
-def backend(self:JobDescription)->str:
-    "Backend of the process group; the default of the device unless the user has set one"
-    return self._backend or ('nccl' if self.device.type=='cuda' else 'gloo')
+    @property
+    def backend(self)->str:
+        "Backend of the process group; the default of the device unless the user has set one"
+        return self._backend or ('nccl' if self.device.type=='cuda' else 'gloo')
+
+    @property
+    def data_dtype(self)->torch.dtype:
+        "Precision of float data: `dtype`, or the real one that belongs to a complex `dtype`; `None` for what they have"
+        return _real.get(self.dtype, self.dtype)
+
+    @property
+    def execution(self):
+        "This object, by the name at which perceptrain's `Trainer` looks for `device`, `log_device` and `data_dtype`"
+        return self
 
 # %% ../../nbs/700_train.process.ipynb #36c225ad
-@patch(as_prop=True)
-def data_dtype(self:JobDescription)->torch.dtype:
-    "Precision of float data: `dtype`, or the real one that belongs to a complex `dtype`; `None` for what they have"
-    return _real.get(self.dtype, self.dtype)
-
 _real = {torch.complex32:torch.float16, torch.complex64:torch.float32, torch.complex128:torch.float64}
-
-@patch(as_prop=True)
-def execution(self:JobDescription):
-    "This object, by the name at which perceptrain's `Trainer` looks for `device`, `log_device` and `data_dtype`"
-    return self
 
 # %% ../../nbs/700_train.process.ipynb #bf755e7b
 _own = 'compute_setup','log_setup','dtype','options'

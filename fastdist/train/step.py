@@ -99,40 +99,34 @@ class LeanStep:
         for k in self._lent:
             if getattr(vars(self.learn).get(k), '__self__', None) is self: delattr(self.learn, k)
 
-# %% ../../nbs/703_train.step.ipynb #7fea6fbd
-@patch
-def _set_device(self:LeanStep, b):
-    learn = self.learn
-    if self.model is not learn.model or not vars(learn).get('iter'): self.model,self.param = learn.model,next(learn.model.parameters())
-    device = self.device or self.param.device # parameters that are offloaded are elsewhere
-    return b if lies_on(b, device) else to_device(b, device)
+    def _set_device(self, b):
+        learn = self.learn
+        if self.model is not learn.model or not vars(learn).get('iter'): self.model,self.param = learn.model,next(learn.model.parameters())
+        device = self.device or self.param.device # parameters that are offloaded are elsewhere
+        return b if lies_on(b, device) else to_device(b, device)
 
-@patch
-def _split(self:LeanStep, b):
-    learn = self.learn
-    if self.dls is not learn.dls or not vars(learn).get('iter'): self.dls,self.n_inp = learn.dls,getattr(learn.dls, 'n_inp', None)
-    i = self.n_inp if self.n_inp is not None else 1 if len(b)==1 else len(b)-1
-    learn.xb,learn.yb = b[:i],b[i:]
+    def _split(self, b):
+        learn = self.learn
+        if self.dls is not learn.dls or not vars(learn).get('iter'): self.dls,self.n_inp = learn.dls,getattr(learn.dls, 'n_inp', None)
+        i = self.n_inp if self.n_inp is not None else 1 if len(b)==1 else len(b)-1
+        learn.xb,learn.yb = b[:i],b[i:]
 
-# %% ../../nbs/703_train.step.ipynb #2007c7d0
-@patch
-def _do_one_batch(self:LeanStep):
-    learn = self.learn
-    learn.pred = learn.model(*learn.xb)
-    learn._call_one('after_pred')
-    if len(learn.yb):
-        if learn.loss_func is not self.loss_func: self.loss_func,self.loss = learn.loss_func,plain_loss(learn.loss_func)
-        learn.loss_grad = l = self.loss(learn.pred, *learn.yb)
-        learn.loss = _clone(l)
-    learn._call_one('after_loss')
-    if learn.training and len(learn.yb): learn._do_grad_opt()
+    def _do_one_batch(self):
+        learn = self.learn
+        learn.pred = learn.model(*learn.xb)
+        learn._call_one('after_pred')
+        if len(learn.yb):
+            if learn.loss_func is not self.loss_func: self.loss_func,self.loss = learn.loss_func,plain_loss(learn.loss_func)
+            learn.loss_grad = l = self.loss(learn.pred, *learn.yb)
+            learn.loss = _clone(l)
+        learn._call_one('after_loss')
+        if learn.training and len(learn.yb): learn._do_grad_opt()
 
-@patch
-def _backward(self:LeanStep):
-    l = self.learn.loss_grad
-    if not isinstance(l, Tensor): return l.backward()
-    if type(l) is TensorBase and self.alone: l = untyped(l) # torch would begin the pass in Python, for each type of its own
-    torch.autograd.backward(l)
+    def _backward(self):
+        l = self.learn.loss_grad
+        if not isinstance(l, Tensor): return l.backward()
+        if type(l) is TensorBase and self.alone: l = untyped(l) # torch would begin the pass in Python, for each type of its own
+        torch.autograd.backward(l)
 
 # %% ../../nbs/703_train.step.ipynb #ee5320e3
 class Lean(LendingCallback):

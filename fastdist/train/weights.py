@@ -64,33 +64,29 @@ class Weights:
         n = size_now(learn.xb, learn.yb, planned)
         return part if n==planned else n*self.phases.size/total
 
-# %% ../../nbs/705_train.weights.ipynb #e6fe1354
-@patch
-def of_batch(self:Weights)->tuple: # Two numbers, or tensors on a GPU
-    "Return the weight of the loss, and its part of the denominator"
-    learn,n,(summed,counts),(part,source) = self.phases.learn,self.phases.world.size,self.reduction.kind,self._now()
-    if self.empty: part = 0.
-    if summed: return (float(n) if part else 0.),1.
-    v = self._counted(self.reduction.loss_func, learn.yb[0]) if counts else None
-    if v is None or not part: return (self.samples,)*2
-    w = v*(n/(batch_total(source, learn.iter)*self.per_sample))
-    return w,w
+    def of_batch(self)->tuple: # Two numbers, or tensors on a GPU
+        "Return the weight of the loss, and its part of the denominator"
+        learn,n,(summed,counts),(part,source) = self.phases.learn,self.phases.world.size,self.reduction.kind,self._now()
+        if self.empty: part = 0.
+        if summed: return (float(n) if part else 0.),1.
+        v = self._counted(self.reduction.loss_func, learn.yb[0]) if counts else None
+        if v is None or not part: return (self.samples,)*2
+        w = v*(n/(batch_total(source, learn.iter)*self.per_sample))
+        return w,w
 
-@patch
-def _counted(self:Weights, f, y):
-    "Return what the mean divides by on this rank; once a fit, exchange how many targets a sample has at most"
-    if self.per_sample is None: self.per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([math.prod(y.shape[1:])*1.]), 'max').item()
-    return normaliser(f, y)
+    def _counted(self, f, y):
+        "Return what the mean divides by on this rank; once a fit, exchange how many targets a sample has at most"
+        if self.per_sample is None: self.per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([math.prod(y.shape[1:])*1.]), 'max').item()
+        return normaliser(f, y)
+
+    def fill(self):
+        "Replace a batch without samples by one sample that counts for nothing"
+        learn = self.phases.learn
+        if not len(learn.yb) or isinstance(learn.yb[0], Tensor) and learn.yb[0].numel() or _size_of(learn.yb)!=0: return
+        one = lambda o: o.new_zeros(1, *o.shape[1:]) if isinstance(o, Tensor) and o.ndim and not len(o) else o
+        learn.xb,learn.yb,self.empty = apply(one, learn.xb),apply(one, learn.yb),True
 
 # %% ../../nbs/705_train.weights.ipynb #b1381f73
-@patch
-def fill(self:Weights):
-    "Replace a batch without samples by one sample that counts for nothing"
-    learn = self.phases.learn
-    if not len(learn.yb) or isinstance(learn.yb[0], Tensor) and learn.yb[0].numel() or _size_of(learn.yb)!=0: return
-    one = lambda o: o.new_zeros(1, *o.shape[1:]) if isinstance(o, Tensor) and o.ndim and not len(o) else o
-    learn.xb,learn.yb,self.empty = apply(one, learn.xb),apply(one, learn.yb),True
-
 def _size_of(b):
     try: return find_bs(b)
     except (IndexError,TypeError): return
@@ -168,43 +164,39 @@ class Terms:
         if new.grad_fn is was: learn.loss_grad = old if summed else new
         elif self.judge(cb, new.grad_fn, before, found) and summed: learn.loss_grad = reweigh(new, old, float(self.weights.samples)/self.phases.size)
 
+    def judge(self,
+        cb:Callback, # That has changed the loss
+        new, # Node of the loss that it made
+        old, # Node of the loss that it found
+        found:dict # What it found, from `given`
+    )->bool:
+        "Return whether the old loss is a term of what `cb` made of it; warn once where ranks differ from one process"
+        if id(cb) in self.judged: return self.judged[id(cb)][1]
+        kind,(summed,counts),learn,win = term_of(new, old),self.weights.reduction.kind,self.phases.learn,self.window.callback
+        late = win and cb.order>win.order
+        unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(self.weights.reduction.loss_func, learn.yb[0]))
+        self.judged[id(cb)] = cb,kind!='remade'
+        if self.phases.world.rank or type(cb) in self.named: return kind!='remade'
+        mixed = False if kind=='remade' or summed else mixes_in(cb, 'after_loss', found, learn)
+        if kind=='remade' or unlike or late or mixed: self._name(cb)
+        elif mixed is None and _is_lerp(new): unsettled(f'{type(cb).__name__} blends the loss with another, which is taken for a mean over samples')
+        return kind!='remade'
+
+    def watch(self,
+        cb:Callback, # A user's
+        event:str # 'before_batch', 'after_pred' or 'before_backward'
+    ):
+        "Call `cb` at `event` of a batch of training; warn on rank 0 if what it changes mixes the samples of the batch"
+        learn = self.phases.learn
+        found = given(learn, event)
+        cb(event)
+        if not self.phases.world.rank and mixes_in(cb, event, found, learn): warn(f'{type(cb).__name__} makes something else of a batch in {event} than of parts of it, so it mixes samples, and N ranks differ from one process. '
+            'HINT: take statistics from all data, or over ranks; scale and skip by numbers that all ranks share')
+
+    def _name(self, cb):
+        self.named.add(type(cb))
+        warn(f'{type(cb).__name__} changes the loss in after_loss, and ranks cannot tell how that of the batch follows from those of its '
+            'parts, so they take it for a mean over samples, and N of them may differ from one process. HINT: add a mean over samples to a loss that is one, before GradientAccumulation')
+
 # %% ../../nbs/705_train.weights.ipynb #7a661d0c
 def _is_lerp(new): return any(o.name()=='LerpBackward0' for o in _nodes(new, follow=lambda o: o.name() in _linear))
-
-# %% ../../nbs/705_train.weights.ipynb #c26f104c
-@patch
-def judge(self:Terms,
-    cb:Callback, # That has changed the loss
-    new, # Node of the loss that it made
-    old, # Node of the loss that it found
-    found:dict # What it found, from `given`
-)->bool:
-    "Return whether the old loss is a term of what `cb` made of it; warn once where ranks differ from one process"
-    if id(cb) in self.judged: return self.judged[id(cb)][1]
-    kind,(summed,counts),learn,win = term_of(new, old),self.weights.reduction.kind,self.phases.learn,self.window.callback
-    late = win and cb.order>win.order
-    unlike = kind=='batch' and type(cb) is not RNNRegularizer and (summed or counts and often_ignores(self.weights.reduction.loss_func, learn.yb[0]))
-    self.judged[id(cb)] = cb,kind!='remade'
-    if self.phases.world.rank or type(cb) in self.named: return kind!='remade'
-    mixed = False if kind=='remade' or summed else mixes_in(cb, 'after_loss', found, learn)
-    if kind=='remade' or unlike or late or mixed: self._name(cb)
-    elif mixed is None and _is_lerp(new): unsettled(f'{type(cb).__name__} blends the loss with another, which is taken for a mean over samples')
-    return kind!='remade'
-
-@patch
-def watch(self:Terms,
-    cb:Callback, # A user's
-    event:str # 'before_batch', 'after_pred' or 'before_backward'
-):
-    "Call `cb` at `event` of a batch of training; warn on rank 0 if what it changes mixes the samples of the batch"
-    learn = self.phases.learn
-    found = given(learn, event)
-    cb(event)
-    if not self.phases.world.rank and mixes_in(cb, event, found, learn): warn(f'{type(cb).__name__} makes something else of a batch in {event} than of parts of it, so it mixes samples, and N ranks differ from one process. '
-        'HINT: take statistics from all data, or over ranks; scale and skip by numbers that all ranks share')
-
-@patch
-def _name(self:Terms, cb):
-    self.named.add(type(cb))
-    warn(f'{type(cb).__name__} changes the loss in after_loss, and ranks cannot tell how that of the batch follows from those of its '
-        'parts, so they take it for a mean over samples, and N of them may differ from one process. HINT: add a mean over samples to a loss that is one, before GradientAccumulation')
