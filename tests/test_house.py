@@ -73,7 +73,7 @@ def test_a_name_is_defined_once_in_its_room():
     test_eq([k for k,n in names.items() if n>1], [])
 
 def test_a_room_that_a_text_names_is_there():
-    "In notebooks, their committed outputs apart, and in the table of patches"
+    "In notebooks, their committed outputs apart, and in CONTRIBUTING"
     folders = '|'.join({k.partition('.')[0] for k in trees if '.' in k})
     pages = {f:''.join(''.join(c['source']) for c in json.loads(f.read_text())['cells']) for f in (house.parent/'nbs').rglob('*.ipynb')}
     pages |= {f:f.read_text() for f in [house.parent/'CONTRIBUTING.md']}

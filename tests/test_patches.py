@@ -1,4 +1,4 @@
-"The table of patches in CONTRIBUTING.md, held against what importing fastdist, and a fit in a context, change in other packages"
+"The table of patches in the reference, held against what importing fastdist, and a fit in a context, change in other packages"
 import json,re,signal,subprocess,sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,12 +10,11 @@ from fastdist import *
 from held import *
 from learners import digits
 
-table = Path(__file__).parent.parent/'CONTRIBUTING.md'
+table = ''.join(json.loads((Path(__file__).parent.parent/'nbs/reference/patches.ipynb').read_text())['cells'][0]['source'])
 
 def rows():
     "Pairs of what is changed, names in full, and where"
-    text = table.read_text().partition('## Patches')[2]
-    for what,where in re.findall(r'^\| (.+?) \| (.+?) \| .+? \| .+? \|$', text, re.M)[1:]:
+    for what,where in re.findall(r'^\| (.+?) \| (.+?) \| .+? \| .+? \|$', table, re.M)[1:]:
         names,owner = [],''
         for n in re.findall('`([^`]+)`', what):
             owner = n.rpartition('.')[0] or owner
@@ -54,7 +53,7 @@ def covers(name, change): return fnmatch(change, name) or fnmatch(change, f'*.{n
 def test_what_importing_changes_is_in_the_table(imported):
     names = [n for ns,_ in rows() for n in ns]
     assert not (odd := [o for o in imported[0] if not any(covers(n, o) for n in names)]), '\n'.join(odd)
-    assert f'`os.register_at_fork` ({imported[1]} times)' in table.read_text()
+    assert f'`os.register_at_fork` ({imported[1]} times)' in table
 
 def test_what_only_shards_need_is_not_imported(imported):
     assert len(imported[2])>1000 and not (early := [o for o in imported[2] if o.startswith(('torch.distributed.fsdp','torch.distributed.tensor','torch._dynamo','sympy'))]), early
