@@ -125,4 +125,3 @@ class Suspension:
         before,self.last = self.last,time.monotonic()
         gap = self.last-before
         return gap if gap>self.longest else 0.
-

@@ -50,8 +50,6 @@ def _install(self:Faults):
     self.main = threading.current_thread() is threading.main_thread()
     if self.main: self.signal.install()
 
-
-
 # %% ../../nbs/105_comm.faults.ipynb #d62696f3
 @patch
 def _is_first(self:Faults, gen):

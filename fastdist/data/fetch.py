@@ -173,8 +173,6 @@ def rows(
     except Exception: return # a wrong number, of which the data set itself tells
     return tuple(res) if many else res[0]
 
-
-
 # %% ../../nbs/204_data.fetch.ipynb #7a11d002
 _dump = getattr(signal, 'SIGRTMAX', None) if hasattr(os, 'memfd_create') else None # the signal at which a data worker writes its stack
 

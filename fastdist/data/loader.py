@@ -224,7 +224,6 @@ def _of_all(x):
     if not isinstance(x, torch.Tensor): return x
     return torch.cat(gather_rows(x)) if x.ndim else torch.cat(gather_rows(x[None])).mean()
 
-# %% ../../nbs/207_data.loader.ipynb #a833dd48
 def _cut(rows, padding, x):
     "Return tensor `x` without its last `padding` of `rows` rows"
     if not padding or not isinstance(x, torch.Tensor) or not x.ndim or len(x)%rows: return x

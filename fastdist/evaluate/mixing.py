@@ -90,7 +90,6 @@ def module_outputs(
         model(*xb)
     return seen
 
-
 # %% ../../nbs/312_evaluate.mixing.ipynb #bc62c52d
 class LoneTrial:
     "Trial of copies of `model` on this rank, which needs no other rank"

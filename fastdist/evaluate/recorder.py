@@ -83,8 +83,6 @@ def batch_size(
     "Return `find_bs(b)`, at once where `b` begins with a plain tensor"
     return b[0].shape[0] if type(b[0]) is Tensor and b[0].ndim else find_bs(b)
 
-
-
 # %% ../../nbs/310_evaluate.recorder.ipynb #2ce4906f
 def _add(m, v, cls, learn):
     "Add the mean `v` over the samples of a batch, whose type is `cls`, to the average `m`, as fastai's metrics do"

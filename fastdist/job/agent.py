@@ -205,7 +205,6 @@ def _go_to(folder, path):
     with suppress(OSError): os.chdir(folder)
     sys.path[:] = list(dict.fromkeys([*(o for o in path if os.path.isdir(o)), *sys.path]))
 
-# %% ../../nbs/014_job.agent.ipynb #ad316375
 def _pass(ranks, rank, number, **_):
     for p in ranks.procs:
         if rank in (p.rank,None): p.send(number) if number!=signal.SIGKILL else p.kill()
@@ -218,7 +217,6 @@ def end_imports():
     preload()
     gc.freeze()
     gc.enable()
-
 
 # %% ../../nbs/014_job.agent.ipynb #c642d836
 def own_streams()->Link:

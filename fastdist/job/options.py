@@ -30,7 +30,6 @@ from fastai.basics import Learner
 from ..base.errors import *
 from .world import *
 
-
 # %% ../../nbs/009_job.options.ipynb #9cc9bfe0
 fastai_has_own = ['mixed_precision', 'fp16', 'log_with', 'logging_dir', 'step_scheduler_with_optimizer']
 

@@ -219,7 +219,6 @@ def _by_step(params, state):
 
 def _numbers(h): return _held.isdisjoint(h) and ({*map(type, h.values())}<={int,float} or all(isinstance(v, (int,float)) for v in h.values()))
 
-
 # %% ../../nbs/502_parallel.foreach.ipynb #438fcf22
 class ListSteps:
     "Steps of fastai's `opt` over lists of tensors; what is not known steps as before"

@@ -38,8 +38,6 @@ def _take_rows(unit, m, state, prefix, meta, *_):
         v = state.get(prefix+n)
         if _is_whole(v, p): state[prefix+n] = _mine(v, p, dtype=p.dtype)
 
-
-
 # %% ../../nbs/605_shard.files.ipynb #15a9a3e7
 def read_whole(
     shards:Shards # Of a model

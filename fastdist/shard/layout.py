@@ -90,7 +90,6 @@ def whole_numbers(
         else: DTensor.data = was
         handlers.pop(_number) if before is None else handlers.update({_number:before})
 
-
 # %% ../../nbs/610_shard.layout.ipynb #912e8cc5
 def _check_same(model, shards):
     "Raise `RuntimeError` if a parameter in shards is not in `model` any more"

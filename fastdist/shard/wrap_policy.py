@@ -258,5 +258,3 @@ def compile_units(
     loans,how = Loans(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())
     for m in inner or [model]: loans.lend(m, forward=partial(_forward, m, m.forward, torch.compile(m.forward, **how)))
     return loans.close
-
-

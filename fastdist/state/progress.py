@@ -146,8 +146,6 @@ class Changes:
         "Return the attributes that have changed, with their present values"
         return Changed(self.learn, self.was, self.refs)
 
-
-
 # %% ../../nbs/409_state.progress.ipynb #2ad5bd0d
 def name_unsaid(
     found:dict # From `Changed.unsaid`
@@ -204,8 +202,6 @@ def mean_left(
     "Return the mean over ranks of the gradients that no step has used, which on any number of ranks has the same mean"
     names = {n:None for o in ranks for n in o['left']}
     return {n:sum(o['left'][n] for o in ranks if n in o['left'])/len(ranks) for n in names}
-
-
 
 # %% ../../nbs/409_state.progress.ipynb #fb523cc2
 def left_in(

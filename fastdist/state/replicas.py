@@ -33,7 +33,6 @@ from ..comm.collectives import *
 from ..evaluate.loss import *
 from .snapshot import *
 
-
 # %% ../../nbs/403_state.replicas.ipynb #0ec77d6d
 _row = 2**16
 
@@ -83,7 +82,6 @@ def learner_state(
     hypers = [(f'{k} of parameter group {i}', v) for i,h in enumerate(learn.opt.hypers) for k,v in h.items()]
     stats = [(f'optimizer state of {n}: {k}', v) for n,p in params.items() for k,v in state.get(p, {}).items()]
     return dict(leaf for o in [*hypers, *stats, *params.items(), *learner_buffers(learn).items()] for leaf in leaves(*o))
-
 
 # %% ../../nbs/403_state.replicas.ipynb #a9a5cdd4
 def _comparable(v):

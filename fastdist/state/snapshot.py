@@ -91,8 +91,6 @@ def _other_buffers(model):
     own = model.state_dict().keys()
     return {n:b for n,b in model.named_buffers() if n not in own}
 
-
-
 # %% ../../nbs/402_state.snapshot.ipynb #f0655e81
 def _module_attrs(name, m):
     own = state_among({k:v for k,v in vars(m).items() if k[0]!='_' and k!='training'})
@@ -123,8 +121,6 @@ def keeps_own_state(
 )->bool:
     "Return whether the class of `o` has `state_dict` and `load_state_dict`"
     return hasattr(type(o), 'load_state_dict') and hasattr(type(o), 'state_dict')
-
-
 
 # %% ../../nbs/402_state.snapshot.ipynb #0dde7965
 def owners(

@@ -59,8 +59,6 @@ def _clone(t):
     if type(t) is not TensorBase: return t.clone()
     with plain(): return typed(Tensor.clone(t), TensorBase)
 
-
-
 # %% ../../nbs/703_train.step.ipynb #19b950c2
 def is_plain(
     learn:Learner, # Of any class
