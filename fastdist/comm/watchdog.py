@@ -93,7 +93,7 @@ class Watchdog:
     def _go_through_waits(self, now):
         c = self.control
         self.waiting = {r:o for r,o in sorted(self.waiting.items()) if now-o[0]<3 and o[1]==c.faults.generation}
-        if len(self.waiting)==c.world.size: return c.faults.tell_stuck('\n'.join(['all ranks wait for each other:', *(f'rank {r} in {o[2]}' for r,o in self.waiting.items())]), 0)
+        if len(self.waiting)==c.world.size: return c.faults.tell_stuck('\n'.join(['all ranks wait for each other:', *(f'rank {r} in {o[2]}' for r,o in self.waiting.items())]), None)
         if any(self.waiting): self.awaited = now # by a rank other than 0
         if not self.waiting or now-self.told<1: return
         self.told = now
