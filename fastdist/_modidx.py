@@ -2050,6 +2050,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastdist.job.spawn._redirect': ('job.spawn.html#_redirect', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn._show_in_head': ('job.spawn.html#_show_in_head', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn._use_notebook_bars': ('job.spawn.html#_use_notebook_bars', 'fastdist/job/spawn.py'),
+                                    'fastdist.job.spawn._write_all': ('job.spawn.html#_write_all', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn.check_folder': ('job.spawn.html#check_folder', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn.cpu_random': ('job.spawn.html#cpu_random', 'fastdist/job/spawn.py'),
                                     'fastdist.job.spawn.dies_as_ranks': ('job.spawn.html#dies_as_ranks', 'fastdist/job/spawn.py'),

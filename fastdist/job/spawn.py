@@ -16,7 +16,7 @@ __all__ = ['cpu_random', 'set_cpu_random', 'end_with_head', 'rank_env', 'Output'
            'start_ranks']
 
 # %% ../../nbs/011_job.spawn.ipynb #04fb8e94
-import atexit,builtins,codecs,json,os,selectors,signal,sys,time,torch,numpy as np,random
+import atexit,builtins,codecs,io,json,os,selectors,signal,sys,time,torch,numpy as np,random
 from importlib import import_module
 from base64 import b64encode
 from contextlib import contextmanager,suppress
@@ -273,6 +273,13 @@ class _Feeder:
     def write(self, s): self.terminal.write(self.to, s)
     def flush(self): pass
 
+def _write_all(f, s):
+    "Write `s` to the text file `f`; under `python -u` its text layer would drop what a write leaves that a signal interrupts"
+    raw = getattr(f, 'buffer', None)
+    if not isinstance(raw, io.RawIOBase): return print(s, end='', file=f, flush=True)
+    data = memoryview(s.replace('\n', os.linesep).encode(f.encoding, f.errors))
+    while data: data = data[raw.write(data) or 0:]
+
 class _ToTerminal:
     "Texts that wait for the terminal, in order, and the thread that writes them, which starts with the first"
     def __init__(self): self.todo,self.thread,self.error = Queue(1024),None,None # texts of at most 64 KB; behind them ranks wait after all
@@ -288,7 +295,7 @@ class _ToTerminal:
     def _run(self):
         while o := self.todo.get():
             try:
-                if not self.error: print(o[1], end='', file=o[0], flush=True)
+                if not self.error: _write_all(*o)
             except BaseException as e: self.error = e # such as a pipe that nobody reads any more
 
     def close(self):
