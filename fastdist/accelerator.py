@@ -112,7 +112,7 @@ class Accelerator(RankAccelerator):
             try:
                 if self.in_head: res = self._from_head(instance, fun, args, kwargs, start, all_ranks, show_all)
                 else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
-            except RankError as e: raise e.with_traceback(None)
+            except (RankError,HomeError) as e: raise e.with_traceback(None)
             return TrainedPair(model_and_opt(instance)) if instance is not None and res is None else res
         return run
 

@@ -1,7 +1,8 @@
 # start: python
-# shows: 2 parts came home
+# under: python
+# fails: HomeError: What trained on the ranks does not fit what the head has: the model was a Linear, is a Sequential
 # alone: no
-# What trained in the ranks has a layer more than what is here: it comes home
+# A callback replaces the model on the ranks by a larger one, which the script does not have
 from fastai.vision.all import *
 from fastdist import *
 
@@ -14,4 +15,3 @@ class Grow(Callback):
 data = [(torch.randn(4), torch.randn(1)) for _ in range(60)]
 learn = Learner(DataLoaders.from_dsets(data, data, bs=4), nn.Linear(4,1), loss_func=MSELossFlat(), cbs=Grow())
 Accelerator(nprocs=2).distribute(learn.fit)(1)
-print(len(learn.model), 'parts came home')
