@@ -32,7 +32,7 @@ def job(tmp_path):
     (tmp_path/'talks.py').write_text(script)
     started = []
     def start(how):
-        with open(tmp_path/'err', 'w') as err: p = procs.start(sys.executable, tmp_path/'talks.py', how, tmp_path, err=err)
+        with open(tmp_path/'err', 'w') as err: p = procs.start(sys.executable, '-u', tmp_path/'talks.py', how, tmp_path, err=err)
         started.append(p)
         await_that(lambda: len(list(tmp_path.glob('said*')))==2 or p.poll() is not None, 120)
         return p
