@@ -92,7 +92,7 @@ def test_by_how_much():
 def test_what_is_said_where_no_rank_is_named():
     own = np.full((2,40), 9.)
     own[1,[3,17]] += 100
-    test_eq(sentence(steps(own)), 'no rank is late; ranks wait 17% of the time (40 steps of 15 ms)')
-    test_eq(sentence(steps(np.array([[9.]*40,[9.5]*40]))), 'no rank is late; ranks wait 2% of the time (40 steps of 10.5 ms)')
-    test_eq(sentence(steps(own[:,3:6])), 'no rank is late; ranks wait 38% of the time (3 steps of 43.3 ms)')
-    test_eq(sentence(steps(own[:,:1])), 'no rank is late; ranks wait 0% of the time (1 step of 10 ms)')
+    test_eq(sentence(steps(own)), 'no rank is late throughout; ranks wait 17% of the time (40 steps of 15 ms)')
+    test_eq(sentence(steps(np.array([[9.]*40,[9.5]*40]))), 'no rank is late throughout; ranks wait 2% of the time (40 steps of 10.5 ms)')
+    test_eq(sentence(steps(own[:,3:6])), 'no rank is late throughout; ranks wait 38% of the time (3 steps of 43.3 ms)')
+    test_eq(sentence(steps(own[:,:1])), 'no rank is late throughout; ranks wait 0% of the time (1 step of 10 ms)')

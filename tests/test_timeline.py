@@ -133,7 +133,7 @@ def turns(rank):
 
 def test_no_rank_is_named_where_they_take_turns():
     (said,last),_ = on_ranks(turns, 2, join=False)
-    assert said.startswith('no rank is late; ranks wait'), said
+    assert said.startswith('no rank is late throughout; ranks wait'), said
     test_eq((last[1:]!=last[:-1]).mean()>.7, True)
 
 # What it exchanges

@@ -109,7 +109,7 @@ def sentence(
     if not s.n: return 'no step was timed'
     late,took = find_late(s),f'{s.n} step{"s"*(s.n>1)} of {s.total.mean():.3g} ms'
     if s.size==1: return f'{took}, most of it in {_largest(s)}'
-    if not late.ranks: return f'no rank is late; ranks wait {s.waiting.sum()/s.total.sum():.0%} of the time ({took})'
+    if not late.ranks: return f'no rank is late throughout; ranks wait {s.waiting.sum()/s.total.sum():.0%} of the time ({took})'
     are = 'is' if len(late.ranks)==1 else 'are'
     return f'{numbered(late.ranks)} {are} late by {late.by:.3g} ms a step, in {late.part}; the others wait {late.share:.0%} of the time ({took})'
 
