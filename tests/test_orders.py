@@ -1,4 +1,4 @@
-"A shuffled order: the same on all ranks and in one process, in four bytes a sample"
+"A shuffled order: the same on all ranks and in one process, of which a rank keeps its share"
 import random,tracemalloc,pytest,numpy as np
 from fastcore.test import test_eq
 from fastai.basics import *

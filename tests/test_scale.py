@@ -43,9 +43,9 @@ def test_a_share_of_an_order_in_sequence_takes_memory_for_itself(cls, mk):
     assert len(idxs)<10**5 and peak<16*len(idxs)
 
 def test_a_shuffled_order_takes_one_array():
-    share = StepDL(own(4_000_000, shuffle=True), 7, 8)
+    share = StepDL(own(400_000, shuffle=True), 7, 8)
     idxs,peak = peak_of(share._draw)
-    assert idxs.nbytes==2_000_000 and peak<6*4_000_000+15e6
+    assert idxs.nbytes==200_000 and peak<6*400_000+1.5e6
 
 def test_an_order_past_32_bits():
     share = StepDL(own(2**33), 2**20-1, 2**20)

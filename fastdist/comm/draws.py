@@ -27,6 +27,7 @@ from functools import cache
 from weakref import WeakSet
 from fastcore.all import *
 from ..base.errors import *
+from ..base.loans import *
 
 _kernel,_registered,_overload = map(private, ('torch.library:get_kernel','torch._C:_dispatch_get_registrations_for_dispatch_key','torch._C:_get_operation_overload'))
 
@@ -193,30 +194,22 @@ class StepDraws:
     at,notes,raw,counts,texts,drawn,changed = None,None,False,True,None,0,None # the rows of a step; draws of a trial; whether draws are not looked at; whether this step's are counted; see `evaluate.chunks`; see `mingled`
     def __init__(self): self.patterns,self.count = Patterns(),Counter()
 
-    @contextmanager
     def rows(self,
         lo:int, # First of this rank's rows in the global batch
         n:int, # Number of this rank's rows; 0 for a sample that only makes the step
         total:int # Rows of the global batch
     ):
         "Return a context manager for what is computed of a batch"
-        was,self.at = self.at,(lo,n,total)
-        try: yield
-        finally: self.at = was
+        return lent(self, at=(lo,n,total))
 
-    @contextmanager
     def aside(self):
         "Return a context manager in which torch draws as ever"
-        was,self.at = self.at,None
-        try: yield
-        finally: self.at = was
+        return lent(self, at=None)
 
     @contextmanager
     def noted(self):
         "Return a context manager that yields a list of the sites and shapes of the draws in it, which are made as ever"
-        was,self.notes = self.notes,[]
-        try: yield self.notes
-        finally: self.notes = was
+        with lent(self, notes=[]): yield self.notes
 
     def note(self, shape, numbers=(), where=None):
         "Note the `shape` of a draw in a trial, and whole `numbers` on which it depends"
@@ -250,12 +243,9 @@ class StepDraws:
         _,mine,total = self.at
         if mine!=total and mine and n in (mine,total) and self.patterns.rule((n,), mine)!=(): raise _untold(op, (n,), mine)
 
-    @contextmanager
     def only_raw(self):
         "Return a context manager in which draws are not looked at"
-        was,self.raw = self.raw,True
-        try: yield
-        finally: self.raw = was
+        return lent(self, raw=True)
 
     @contextmanager
     def installed(self,
