@@ -77,11 +77,11 @@ def fitted(learn, cb, cbs=None, lr=.01, **kw):
     with learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging(): learn.fit(1, lr, cbs=[cb,*L(cbs)])
     return torch.cat([o.double().flatten() for o in learn.model.state_dict().values()])
 
-def apart(rank, size, mk, at, cbs=lambda at: None, opt=Adam, **kw):
+def apart(rank, size, mk, at, cbs=lambda at: None, opt=Adam, settled=(True,False), **kw):
     "Numbers that differ between an undisturbed fit and one that went on after `at` batches, with and without its layout"
     cb = Leave(at)
     whole = fitted(learner(mk, opt=opt), cb, cbs(0), **kw)
-    return [(fitted(learner(mk, at*4*size, opt=opt), GoOn(cb.res, o), cbs(at), **kw)!=whole).sum().item() for o in (True,False)]
+    return [(fitted(learner(mk, at*4*size, opt=opt), GoOn(cb.res, o), cbs(at), **kw)!=whole).sum().item() for o in settled]
 
 def check(size, *args, **kw):
     for settled,fresh in on_ranks(lambda rank: apart(rank, size, *args, **kw), size):
@@ -103,6 +103,18 @@ class Count(Callback):
 
 @pytest.mark.parametrize('at', [1,4,6,7])
 def test_parameters_that_are_used_late(at): check(3, Branches, at, cbs=Count)
+
+class Experts(Module):
+    "The second expert has no gradient on the last rank in batches 0 and 6"
+    def __init__(self): self.first,self.second,self.n = nn.Linear(64,5),nn.Linear(64,5),0
+    def forward(self, x):
+        last = this_world().rank==this_world().size-1
+        return self.first(x)+(0 if last and self.n in (0,6) else self.second(x))
+
+@pytest.mark.parametrize('size', [2,3,4])
+def test_parameters_that_some_rank_does_not_use(size):
+    "A state between two such batches, after which the fit has to look for them as before"
+    for settled,_ in on_ranks(lambda rank: apart(rank, size, Experts, 4, cbs=Count, settled=(True,True)), size): test_eq(settled, 0)
 
 def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD, lr=.5) # plain SGD makes little of a last digit
 
