@@ -101,10 +101,10 @@ lines = dict(unet=unet, tabular=tabular, collab=collab, collab_nn=partial(collab
 archs = ('efficientnet_b0','mobilenetv3_small_050','regnetx_002','resnetv2_18','convnext_atto','test_vit')
 lines |= {o:partial(vision, arch=o) for o in archs}
 deep = 'resnet18',*archs
-with_packages = 'ts','smp' # of which the packages are not among those for development
+with_whole = 'ts','smp','unet',*archs # of the first two the packages are not among those for development, the others take a minute each
 modes = dict(replicas=(2,{}), of_three=(3,{}), shards=(2,dict(shard=True)), seed=(2,dict(seed=42)), seed_of_three=(3,dict(seed=42)))
-def whole(line, mode, k): return line in with_packages or mode not in ('replicas','shards') and k%5>0
-cases = [pytest.param(o, m, id=f'{o}-{m}', marks=pytest.mark.whole if whole(o, m, i+j) else ()) for i,o in enumerate(lines) for j,m in enumerate(modes)]
+def case(line, mode, turn): return pytest.param(line, mode, id=f'{line}-{mode}', marks=pytest.mark.whole if line in with_whole or turn%len(modes) else ())
+cases = [case(o, m, i-j) for i,o in enumerate(lines) for j,m in enumerate(modes)] # by default each line in one mode, the modes in turn
 others = DeprecationWarning,PendingDeprecationWarning,FutureWarning,ResourceWarning
 
 plain_sgd = partial(SGD, mom=0.)

@@ -4,6 +4,7 @@ from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
 import fastdist,pytest
+from fastcore.nbio import mk_cell,new_nb,write_nb
 from fastcore.test import test_eq
 from fastdist.job.world import newest_tried
 
@@ -61,3 +62,22 @@ def test_what_was_tried_is_what_the_table_says():
     test_eq({k:max(minor(o[k]) for o in rows) for k in newest_tried}, {k:minor(v) for k,v in newest_tried.items()})
     asked = dict(re.findall(r'(\w+)>=([\d.]+)', cfg['requirements']))
     test_eq(min(minor(o['torch']) for o in rows), minor(asked['torch']))
+
+def test_notebooks_run_again_where_they_or_their_modules_changed(tmp_path, monkeypatch):
+    import notebooks
+    monkeypatch.setattr(notebooks, 'root', tmp_path)
+    write = lambda path,code: (tmp_path/path).parent.mkdir(parents=True, exist_ok=True) or (tmp_path/path).write_text(code)
+    def digest():
+        notebooks._leads_to.cache_clear()
+        return notebooks.digest(tmp_path/'000_a.ipynb')
+    write('fastdist/__init__.py', '')
+    write('fastdist/comm/__init__.py', '')
+    write('fastdist/base/first.py', 'one = 1')
+    write('fastdist/comm/second.py', 'def f(): from ..base import first')
+    write('fastdist/comm/other.py', '')
+    write_nb(new_nb([mk_cell('from fastdist.comm.second import *\n%time one'), mk_cell('words', 'markdown')]), tmp_path/'000_a.ipynb')
+    was = digest()
+    write('fastdist/comm/other.py', 'two = 2')
+    test_eq(digest(), was)
+    write('fastdist/base/first.py', 'one = 2')
+    assert digest()!=was
