@@ -22,6 +22,7 @@ Modules:
 - `fastdist.base.loans`: What is put on an object, and taken off again
 - `fastdist.base.signals`: Handlers of signals, shared with those of the user and of libraries
 - `fastdist.base.tracebacks`: Short tracebacks, printed by one rank
+- `fastdist.base.values`: Nested values: their leaves by name, mapped, copied and compared
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
 - `fastdist.comm.collective_log`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks

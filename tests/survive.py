@@ -4,12 +4,12 @@ from contextlib import nullcontext
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
+from fastdist.base.values import copied,same_value
 from fastdist.data.loader import order_state
 from fastdist.state.folder import States
 from fastdist.state.progress import values
 from fastdist.state.fits import fits_done
-from fastdist.state.snapshot import named_callbacks,same_value,snapshot
-from fastdist.state.values import copied
+from fastdist.state.snapshot import named_callbacks,snapshot
 
 batch,epochs,steps = 12,(2,3),4 # samples of all ranks; epochs of the two fits; steps of an epoch
 hows = 'kill the first','kill the last','kill all','SIGTERM to one','SIGTERM to all','exception','power cut'

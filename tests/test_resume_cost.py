@@ -9,7 +9,7 @@ from fastdist import *
 from fastdist.comm.wire import Line
 from fastdist.state import checkpoint_writer,progress,values
 from fastdist.state.serialize import pack
-from fastdist.state.snapshot import leaves
+from fastdist.base.values import leaves
 from collectives import counting
 from learners import digits
 

@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
 from fastdist.state.folder import States
-from fastdist.state.snapshot import leaves
+from fastdist.base.values import leaves
 from procs import alive
 from survive import *
 

@@ -28,6 +28,7 @@ from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
 from ..base.errors import *
 from ..base.loans import *
+from ..base.values import *
 from ..job.callbacks import *
 from ..comm.collectives import *
 from ..comm.rank0 import *

@@ -22,6 +22,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from fastai.callback.training import GradientAccumulation
+from ..base.values import *
 from ..job.pickling import *
 from ..comm.control import *
 from ..comm.rng import *

@@ -16,11 +16,11 @@ __all__ = ['write_shards', 'await_shards', 'stored_tensors', 'fill', 'map_tensor
 # %% ../../nbs/407_state.dcp.ipynb #231c9d25
 import errno,json,os,time,torch,warnings
 from contextlib import contextmanager,suppress
-from copy import copy
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner,HuggingFaceStorageReader,HuggingFaceStorageWriter
 from fastcore.all import *
 from fastai.basics import *
+from ..base.values import *
 from ..base.signals import *
 from .files import *
 from .serialize import *
@@ -121,12 +121,7 @@ def map_tensors(
     f:callable # Called with each tensor, and each `Stored`
 ): # Of the same form
     "Return `v` with the results of `f` in the place of its tensors and of what stands for them"
-    if isinstance(v, (Tensor,Stored)): return f(v)
-    if isinstance(v, dict):
-        res = copy(v)
-        for k,o in v.items(): res[k] = map_tensors(o, f)
-        return res
-    return type(v)(map_tensors(o, f) for o in v) if type(v) in (list,tuple,L) else v
+    return map_leaves(v, lambda o: f(o) if isinstance(o, (Tensor,Stored)) else o)
 
 # %% ../../nbs/407_state.dcp.ipynb #44b4a5c8
 def filled(

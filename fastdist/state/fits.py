@@ -24,6 +24,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import ParamScheduler
 from ..base.errors import *
+from ..base.values import *
 from ..job.pickling import *
 from .snapshot import *
 
@@ -125,10 +126,8 @@ def _counting(name, done):
 def _differences(a, b):
     "Return in words what differs between two descriptions, two differences at most"
     if type(a) is not dict or type(b) is not dict: a,b = {'':_short(a)},{'':_short(b)}
-    a,b = ({k.strip('.'):v for k,v in leaves('', o)} for o in (a,b))
-    names = sorted((k for k in {**a, **b} if a.get(k)!=b.get(k)), key=lambda k: (k.count('.'),k))
-    said = [f'{k} was {a.get(k, "absent")}, is {b.get(k, "absent")}'.strip() for k in names[:2]]
-    return '; '.join(said)+(f'; and {len(names)-2} more' if len(names)>2 else '')
+    found = [(k.strip('.'),x,y) for k,x,y in differences(a, b)]
+    return differences_text(sorted(found, key=lambda o: (o[0].count('.'),o[0])), 2)
 
 # %% ../../nbs/411_state.fits.ipynb #412a000e
 def _short(v): return v[''] if isinstance(v, dict) and '' in v else ', '.join(map(str, dict.fromkeys(v))) or 'none' if isinstance(v, list) else v

@@ -23,6 +23,7 @@ from types import CodeType,FunctionType
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
+from ..base.values import *
 from ..job.pickling import *
 from ..job.callbacks import *
 from ..evaluate.loss import *

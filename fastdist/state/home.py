@@ -74,7 +74,7 @@ def _without_buffers(shapes, *pairs):
 def _check_fits(o, state, all_):
     model,opt = model_and_opt(o)
     mine,theirs = (form(model),model.named_modules(),model.named_parameters()),(state['form'],state['modes'].items(),state['grads'].items())
-    why = differences(_without_buffers(*mine), _without_buffers(*theirs))
+    why = form_changes(_without_buffers(*mine), _without_buffers(*theirs))
     names,have = state['groups']['names'],param_lists(opt) if opt else None
     lost = have and names and None in chain(*names) and [len(o) for o in have]!=[len(o) for o in names]
     if lost: why = why or 'the optimizer steps parameters that are not the model\'s, and other ones than here'

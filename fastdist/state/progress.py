@@ -22,6 +22,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.errors import *
+from ..base.values import *
 from ..job.pickling import *
 from ..comm.rng import *
 from ..comm.seeds import *
@@ -57,7 +58,7 @@ def check_same_training(
     done:bool=False # Whether the fit is done, so that no rows are added to its own
 ):
     "Raise `ResumeError` unless `was` and `now` are the same; what a script may change is in `settings`"
-    if was['model']!=now['model']: raise ResumeError(path, f'another model: {differences(was["model"], now["model"])}', _elsewhere)
+    if was['model']!=now['model']: raise ResumeError(path, f'another model: {form_changes(was["model"], now["model"])}', _elsewhere)
     a,b = was['global batch'],now['global batch']
     if a!=b: raise ResumeError(path, f'batches of {a} samples on all ranks together; {ranks} ranks make batches of {b} here', _fitting_batch(a, ranks))
     free = ['settings', *(k for k in _added if k not in was or done and k in _added[2:])]

@@ -29,6 +29,7 @@ from numbers import Number
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
+from ..base.values import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from .snapshot import *
