@@ -56,18 +56,18 @@ Modules:
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
 - `fastdist.evaluate.sandbox`: Trials of a user's code on copies, without side effects
 - `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
-- `fastdist.job.agent`: The process that runs the ranks of one machine for a head on another
+- `fastdist.job.agent`: The process that runs the ranks of one machine for a parent process, on this machine or another
 - `fastdist.job.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner
 - `fastdist.job.detached`: Jobs that outlive the process that started them, and are found again by name
-- `fastdist.job.fleet`: Ranks on several machines, started by an engine and seen by their head as if they were here
 - `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
 - `fastdist.job.group`: Join a process to its job, and undo that
-- `fastdist.job.link`: Messages and files between a head and the agents that run its ranks on other machines
+- `fastdist.job.launcher`: Start ranks through agents, on this node or by an engine on others; watch them, show their output, end them
+- `fastdist.job.link`: Frames between a parent process and the agents that run its ranks
 - `fastdist.job.options`: Options of Accelerate, honoured or refused
 - `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
+- `fastdist.job.rank`: A rank: a forked process that calls a function, and the pipes to its agent
 - `fastdist.job.ray`: Ranks on the nodes of a Ray cluster
 - `fastdist.job.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits
-- `fastdist.job.spawn`: Ranks that a head process starts, watches and ends
 - `fastdist.job.ssh`: Ranks on hosts that are reached by SSH
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process

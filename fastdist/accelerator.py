@@ -30,8 +30,8 @@ from .job.world import *
 from .job.group import *
 from .job.options import *
 from .job.pickling import *
-from .job.spawn import *
-from .job.fleet import *
+from .job.rank import *
+from .job.launcher import *
 from .job.ssh import *
 from .job.slurm import *
 from .job.ray import *
@@ -131,8 +131,8 @@ class Accelerator(RankAccelerator):
         if start=='fork' and torch.cuda.is_initialized(): raise OptionError('start', 'fork', 'this process has used a GPU, and a copy of it cannot. HINT: \'spawn\'')
         held = self._held(instance, fun, args, kwargs, start)
         cbs = _callbacks(partial(fun, *args, **kwargs), held, start=='fork')
-        start_all = partial(start_on, self._engine) if self._engine else start_ranks
-        res = start_all(partial(_in_rank, self, fun, args, kwargs, held, cbs, instance is not None), self._nprocs, start, all_ranks, show_all)
+        call = partial(_in_rank, self, fun, args, kwargs, held, cbs, instance is not None)
+        res = start_ranks(call, self._nprocs, start, all_ranks, show_all, self._engine)
         all_ = res if all_ranks else [res]
         values = [o for o,*_ in all_] if held or cbs else all_
         if held: come_home(*zip(held, [s | dict(returned=values) for s in all_[0][1]]))
@@ -194,7 +194,7 @@ def engine_of(
     if not (engine is None or hasattr(engine, 'open')): raise OptionError('engine', engine, "it is none. HINT: an executor of submitit, 'ray', or hosts=[…] for machines that ssh reaches")
     if hosts is None: return engine
     res = SSHHosts(hosts, python)
-    deal(nprocs, res.places)
+    place_ranks(nprocs, res.places)
     return res
 
 # %% ../nbs/902_accelerator.ipynb #bf8395d3

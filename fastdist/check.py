@@ -36,7 +36,7 @@ from fastai.basics import *
 from .base.errors import *
 from .job.world import *
 from .job.group import *
-from .job.fleet import *
+from .job.launcher import *
 from .job.ssh import *
 from .comm.control import *
 from .comm.watchdog import *
@@ -194,12 +194,13 @@ def audit_script(
 
 # %% ../nbs/904_check.ipynb #bdd8b34e
 def host_table(
-    engine # As `job.fleet` has it
+    engine # As `job.launcher` has it
 )->str:
     "Return how each machine of `engine` answers, and reaches the first; raise `EngineError` for one that does not"
-    with Fleet(engine) as fleet:
-        addr,port,ways = fleet.meet()
-        rows = [(o.name, f'{h["seconds"]:.1f} s', ', '.join(h['addresses']), way or '?') for o,h,way in zip(fleet.nodes, fleet.hellos, ways)]
+    with Launcher(engine) as launcher:
+        addr,port,ways = launcher.meet()
+        agents = zip(launcher.agents, launcher.hellos, ways)
+        rows = [(o.name, f'{o.seconds:.1f} s', ', '.join(h['addresses']), way or '?') for o,h,way in agents]
     return f'{as_table(["machine","answered after","its addresses",f"way to {addr}"], rows)}\nranks meet at port {port} of {addr}'
 
 def on_hosts(

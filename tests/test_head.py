@@ -1,5 +1,5 @@
 "One Accelerator: what a loop of one's own needs on each rank, and ranks that a head starts, watches and gets things back from"
-import os,pytest,re,signal,subprocess,sys,threading
+import os,pytest,re,signal,subprocess,sys,threading,time
 from itertools import chain
 from pathlib import Path
 from accelerate import Accelerator as HFAccelerator,notebook_launcher
@@ -521,6 +521,19 @@ def test_a_plain_loop_under_accelerate_launch(warm, tmp_path, mode):
 def test_four_ranks_from_a_plain_script():
     *epochs,last = run(sys.executable, examples/'distribute_mlp.py')[0].splitlines()
     assert [o.split(':')[0] for o in epochs]==[f'epoch {i}, 4 ranks' for i in range(5)] and float(last.split()[-1])>.9
+
+def test_a_bar_that_ctrl_c_interrupts_ends_its_line(monkeypatch):
+    out,parent = Lines(),os.getpid()
+    monkeypatch.setattr(sys, 'stdout', out)
+    def f():
+        print('50%', end='')
+        if this_world().rank==0: os.kill(parent, signal.SIGINT)
+        time.sleep(60)
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt): cpu(nprocs=2).distribute(f, **forked)()
+    finally: signal.signal(signal.SIGINT, was)
+    assert out.s.endswith('50%\n'), out.s
 
 # What is left behind
 

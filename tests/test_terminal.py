@@ -9,32 +9,33 @@ pytestmark = [pytest.mark.launcher, pytest.mark.timeout(240)]
 script = '''import os,sys,time
 from pathlib import Path
 from fastdist import *
-from fastdist.job.fleet import Command,agent_code
+from fastdist.job.launcher import Command,RemoteAgent,agent_code
 class Here:
     name,places = 'here',['here']
     def open(self, i): return Command([sys.executable,'-c',agent_code])
-def talk(folder):
+def talk(folder, lines):
     (folder/f'pid{os.getpid()}').touch()
-    for i in range(400): print('x'*1000, flush=True)
+    for i in range(lines): print('x'*1000, flush=True)
     (folder/f'said{this_world().rank}').touch()
     while not (folder/'go').exists(): time.sleep(.05)
     return 'came home'
 if __name__=='__main__':
-    how,folder = sys.argv[1],Path(sys.argv[2])
+    how,folder,lines = sys.argv[1],Path(sys.argv[2]),int(sys.argv[3])
+    if lines>400: RemoteAgent.patience = 2
     a = Accelerator(nprocs=2, compute_setup='cpu', **(dict(engine=Here()) if how=='agent' else {}))
-    res = a.distribute(talk, **({} if how=='agent' else dict(start='fork')))(folder)
+    res = a.distribute(talk, **({} if how=='agent' else dict(start='fork')))(folder, lines)
     (folder/'result').write_text(res)
 '''
 
 @pytest.fixture
 def job(tmp_path):
-    "Starts a job whose output nobody reads; yields once its ranks have printed 400 KB, more than pipes hold"
+    "Starts a job whose output nobody reads; by default returns once its ranks have printed 400 KB, more than pipes hold"
     (tmp_path/'talks.py').write_text(script)
     started = []
-    def start(how):
-        with open(tmp_path/'err', 'w') as err: p = procs.start(sys.executable, '-u', tmp_path/'talks.py', how, tmp_path, err=err)
+    def start(how, lines=400, begun=lambda: len(list(tmp_path.glob('said*')))==2):
+        with open(tmp_path/'err', 'w') as err: p = procs.start(sys.executable, '-u', tmp_path/'talks.py', how, tmp_path, lines, err=err)
         started.append(p)
-        await_that(lambda: len(list(tmp_path.glob('said*')))==2 or p.poll() is not None, 120)
+        await_that(lambda: begun() or p.poll() is not None, 120)
         return p
     yield start
     for p in started:
@@ -73,3 +74,14 @@ def test_ctrl_c_where_nobody_reads(job, tmp_path, how):
     out,_ = p.communicate(timeout=60)
     assert p.returncode and 'KeyboardInterrupt' in (tmp_path/'err').read_text() and len(out)==400*1001
     assert not (tmp_path/'result').exists()
+
+@pytest.mark.parametrize('how', ['agent','local'])
+def test_a_job_whose_output_waits_for_longer_than_an_agent_may_be_silent(job, tmp_path, how):
+    "More than the 64 MB that wait for a terminal, so that ranks wait too; the patience is that of two seconds in the place of eight"
+    p = job(how, 100_000, lambda: len(list(tmp_path.glob('pid*')))==2)
+    time.sleep(10)
+    assert not (tmp_path/'said0').exists(), 'rank 0 does not wait'
+    (tmp_path/'go').touch()
+    out,_ = p.communicate(timeout=90)
+    assert p.returncode==0 and len(out)==100_000*1001, (tmp_path/'err').read_text()
+    assert (tmp_path/'result').read_text()=='came home'

@@ -31,8 +31,8 @@ from fastcore.xdg import xdg_state_home
 from ..base.errors import *
 from ..base.tracebacks import *
 from .pickling import *
-from .spawn import *
-from .fleet import *
+from .rank import *
+from .launcher import *
 
 # %% ../../nbs/019_job.detached.ipynb #55ebaff5
 def job_folders(
@@ -94,7 +94,7 @@ def _signalled(pid, signum):
     with suppress(OSError): return os.kill(pid, signum) is None
     return False
 
-_room = Fleet.__module__.rpartition('.')[0]+'.detached' # this module: a notebook's `__name__` would be another
+_room = Launcher.__module__.rpartition('.')[0]+'.detached' # this module: a notebook's `__name__` would be another
 
 def start_detached(
     fun:callable, # Called without arguments
@@ -103,7 +103,7 @@ def start_detached(
 )->Path: # The job's folder
     "Start a process that calls `fun` and outlives this one"
     d = new_folder(name, os.environ)
-    try: write_call(fun, d)
+    try: write_call(fun, d/'call')
     except BaseException:
         rmtree(d)
         raise

@@ -1,9 +1,9 @@
-"""Messages and files between a head and the agents that run its ranks on other machines
+"""Frames between a parent process and the agents that run its ranks
 
-A head on one machine and its ranks on others need a way for what the ranks are to call, for what they print and return, and for a signal.
+A parent process and its ranks exchange what the ranks call, what they print and return, and signals.
 
-A port would have to be open, reachable and guarded. But whatever starts a program on another machine already has a way there and back: `ssh` its standard input and output, Ray
-calls of an object, SLURM a folder that all nodes see. So all of it goes over two streams of bytes, and the machine in between decides who may use them.
+A port of their own would have to be open, reachable and guarded. But whatever starts a program, here or on another machine, already has a way there and back: a process its pipes, `ssh` its standard input and output,
+Ray calls of an object, SLURM a folder that all nodes see. So all of it goes over two streams of bytes, and the machine in between decides who may use them.
 
 What else is written to such a stream, a greeting in somebody's `.bashrc` for one, comes before a mark, which no text contains."""
 
@@ -12,14 +12,15 @@ What else is written to such a stream, a greeting in somebody's `.bashrc` for on
 # %% auto #0
 __all__ = ['Link']
 
-# %% ../../nbs/013_job.link.ipynb #1a523c24
+# %% ../../nbs/013_job.link.ipynb #f1d444e7
 import json,os
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from fastcore.all import *
+from ..base.at_fork import *
 
-# %% ../../nbs/013_job.link.ipynb #09a10b12
+# %% ../../nbs/013_job.link.ipynb #3f35a587
 _mark,_chunk = b'\0fastdist\0\n',1<<20
 
 class Link:
@@ -27,7 +28,18 @@ class Link:
     def __init__(self,
         inp:int, # File descriptor to read from
         out:int # File descriptor to write to
-    ): self.inp,self.out,self.lock = os.fdopen(inp, 'rb'),out,Lock()
+    ):
+        self.inp,self.out,self.lock,self.read,self.synced = inp,out,Lock(),bytearray(),False
+        close_in_child(self, lambda o: o.close() or o._close_in()) # or a forked child would keep the streams open
+
+    def _close_in(self):
+        inp,self.inp = self.inp,-1
+        with suppress(OSError): os.close(inp)
+
+    def close(self):
+        "Close the direction out, which ends the frames of the other side"
+        out,self.out = self.out,-1
+        with suppress(OSError): os.close(out)
 
     def _write(self, data):
         view = memoryview(data)
@@ -40,34 +52,41 @@ class Link:
     def send(self, kind:str, data:bytes=b'', **fields):
         "Send a frame; an error of the stream is ignored here, and ends the frames of the other direction"
         head = json.dumps(dict(kind=kind, n=len(data))|fields).encode()+b'\n'
-        with self.lock, suppress(OSError,ValueError): self._write(head) or self._write(data)
+        with self.lock, suppress(OSError): self._write(head) or self._write(data)
 
     def send_file(self, kind:str, path:Path, **fields):
         "Send what is in `path`, in frames of a megabyte, the last of them with `last`"
-        size,done = path.stat().st_size,0
+        size,sent = path.stat().st_size,0
         with open(path, 'rb') as f:
-            while not done or done<size:
+            while not sent or sent<size:
                 data = f.read(_chunk)
-                done += len(data) or 1
-                self.send(kind, data, last=done>=size, **fields)
+                sent += len(data) or 1
+                self.send(kind, data, last=sent>=size, **fields)
 
-    def close(self):
-        "Close the direction out, which ends the frames of the other side"
-        with suppress(OSError): os.close(self.out)
+    def _take(self):
+        "Remove the first frame from what was read, and return it; `None` where it is not complete"
+        head,newline,_ = self.read.partition(b'\n')
+        if not newline: return
+        msg = json.loads(head)
+        end = len(head)+1+msg['n']
+        if len(self.read)<end: return
+        data = bytes(self.read[len(head)+1:end])
+        del self.read[:end]
+        return msg,data
 
-    def _synced(self):
-        seen = b''
-        while not seen.endswith(_mark):
-            o = self.inp.read(1)
-            if not o: return False
-            seen = (seen+o)[-len(_mark):]
-        return True
+    def receive(self)->list: # Pairs of a dict with `kind`, and bytes
+        "Wait for bytes of the other side, and return the frames that they complete; raise `EOFError` at its end"
+        data = os.read(self.inp, _chunk)
+        if not data: raise EOFError
+        self.read += data
+        if not self.synced:
+            _,found,rest = self.read.partition(_mark)
+            if not found: return []
+            self.read,self.synced = rest,True
+        return list(iter(self._take, None))
 
-    def __iter__(self): # Pairs of a dict with `kind`, and bytes
-        "Yield the frames of the other side, after its mark"
-        if not self._synced(): return
-        while line := self.inp.readline():
-            msg = json.loads(line)
-            data = self.inp.read(msg['n'])
-            if len(data)<msg['n']: return
-            yield msg,data
+    def __iter__(self):
+        "Yield the frames of the other side, until its end"
+        try:
+            while True: yield from self.receive()
+        except EOFError: self._close_in()

@@ -22,7 +22,8 @@ from threading import Thread
 from fastcore.all import *
 from ..base.loans import *
 from ..base.signals import *
-from .fleet import *
+from .link import *
+from .launcher import *
 
 # %% ../../nbs/018_job.ray.ipynb #b9172695
 def import_ray():
@@ -143,8 +144,8 @@ class RayChannel:
     "Channel to the agent that `actor` runs on the node with the id `node`; `ray` is the package, connected"
     def __init__(self, ray, actor, node:str=''):
         self.ray,self.actor,self.node,self.lost = ray,actor,node,''
-        self.inp,said = os.pipe()
-        told,self.out = os.pipe()
+        (inp,said),(told,out) = os.pipe(),os.pipe()
+        self.link = Link(inp, out)
         self.threads = [Thread(target=f, args=(open(fd, mode, 0),), daemon=True) for f,fd,mode in ((self._bring,said,'wb'), (self._take,told,'rb'))]
         for o in self.threads: o.start()
 

@@ -16,7 +16,7 @@ import re,shlex,sys
 from shutil import which
 from fastcore.all import *
 from ..base.errors import *
-from .fleet import *
+from .launcher import *
 
 # %% ../../nbs/016_job.ssh.ipynb #063c3fe2
 _options = 'BatchMode=yes','ConnectTimeout=10','ServerAliveInterval=2','ServerAliveCountMax=3'

@@ -19,7 +19,7 @@ from fastcore.all import *
 from ..base.errors import *
 from ..base.signals import *
 from ..job.group import *
-from ..job.spawn import *
+from ..job.rank import *
 
 _signal_handling = private('torch.utils.data._utils:signal_handling')
 

@@ -47,7 +47,7 @@ class JobDescription:
         log_setup:str='cpu', # Device on which numbers for logs are reduced: 'cpu', or 'auto' for the rank's device
         backend:str=None, # Of the process group: 'nccl' or 'gloo'; the device's own by default
         dtype:torch.dtype=None, # Of models and of float data; unchanged by default
-        engine=None, # Starts ranks on other machines, as `job.fleet` has it
+        engine=None, # Starts ranks on other machines, as `job.launcher` has it
         **options # For `accelerate.Accelerator`
     ):
         check_nprocs(nprocs, compute_setup, here=engine is None)
