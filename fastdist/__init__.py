@@ -80,7 +80,7 @@ Modules:
 - `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what
 - `fastdist.observe.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
 - `fastdist.observe.watch`: Who runs in a step, in order: transforms, modules, the loss and callbacks, each by its name
-- `fastdist.parallel.backward`: Gradients that the optimizer is about to use are those of all ranks, over windows of batches and whatever passes are made
+- `fastdist.parallel.backward`: Backward passes are seen where they begin, and gradients that DDP does not see are averaged
 - `fastdist.parallel.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
 - `fastdist.parallel.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
 - `fastdist.parallel.foreach`: fastai's optimizers step lists of tensors
@@ -120,13 +120,13 @@ Modules:
 - `fastdist.train.agreement`: A Learner's events, run so that all ranks do what one decides
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
+- `fastdist.train.gradients`: Gradients and loss of a step are those of the global batch, whatever passes are made
 - `fastdist.train.lr_find`: fastai's finder on N ranks, without a file and with as many steps as were asked for
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
+- `fastdist.train.scale`: By how much the loss of this rank's batch counts in that of the global batch, and in a step over several batches
 - `fastdist.train.step`: A batch through the Learner, with plain tensors between the loader and the loss
-- `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process
-- `fastdist.train.weigh`: Gradients and losses of a step are those of the global batch
-- `fastdist.train.weights`: Weight of this rank's batch in the global batch, and terms that callbacks add to its loss"""
+- `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process"""
 
 import accelerate,warnings
 from types import ModuleType

@@ -221,7 +221,7 @@ def untried():
     "Weights of a fit without a trial"
     def fails(*_): raise ValueError('no trial')
     with pytest.MonkeyPatch.context() as m:
-        m.setattr('fastdist.train.weigh.first_mixing', fails)
+        m.setattr('fastdist.train.gradients.first_mixing', fails)
         plain = on_ranks(fit_in_units, 3, timeout=60, join=False)
     test_eq([o for o,_ in plain], [[],[],[]])
     return [ps for _,ps in plain]

@@ -104,7 +104,7 @@ def test_trackers_log_no_object_of_ours(kw):
         with learn.distrib_ctx(**kw): learn.fit(1, cbs=[cb, Checkpoint('state'), Timeline()])
         return cb.found
     (names,objects),_ = on_ranks(train, join=False, timeout=60)
-    assert {'DistributedTrainer','Weigh','Evaluate','Checkpoint','Timeline'} <= {*names}, names
+    assert {'DistributedTrainer','GlobalGradients','Evaluate','Checkpoint','Timeline'} <= {*names}, names
     test_eq(objects, [])
 
 def test_csv_and_graph(alone):

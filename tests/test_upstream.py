@@ -22,7 +22,7 @@ parallel.foreach fastai.optimizer:Optimizer step zero_grad
 parallel.foreach fastai.optimizer:Lookahead step
 train.lr_find fastai.callback.schedule:LRFinder before_fit after_fit
 train.lr_find fastai.callback.schedule:ParamScheduler before_fit
-parallel.backward fastai.callback.training:GradientAccumulation before_fit after_loss before_step
+train.scale fastai.callback.training:GradientAccumulation before_fit after_loss before_step
 parallel.context fastai.callback.fp16:MixedPrecision __init__ before_fit before_batch after_pred after_loss before_backward before_step after_step after_fit
 parallel.backward torch.autograd: backward
 shard.rows torch.amp.grad_scaler:GradScaler _unscale_grads_ unscale_ step _maybe_opt_step

@@ -10,7 +10,7 @@ So the loss is tried on a batch that is there, by each rank on its own, and all 
 
 # %% auto #0
 __all__ = ['stated', 'is_summed', 'has_normaliser', 'normaliser', 'often_ignores', 'size_now', 'loss_module', 'has_two_means',
-           'is_opaque', 'how_reduced', 'global_losses', 'unsettled', 'Reduction']
+           'is_opaque', 'how_reduced', 'unsettled', 'Reduction']
 
 # %% ../../nbs/306_evaluate.loss.ipynb #a5f49b44
 from types import SimpleNamespace,FunctionType
@@ -189,14 +189,6 @@ def _told(a, b, ab, part):
     near = lambda v: abs(v-ab)<=1e-4*max(abs(a), abs(b), abs(ab))
     if not ab or near(a) and near(b): return
     return 'sum' if near(a+b) else 'mean' if near(a*part+b*(1-part)) else 'other'
-
-# %% ../../nbs/306_evaluate.loss.ipynb #d4bdde24
-def global_losses(
-    sums:list # This rank's weighted loss and weight in each step, shape `(2,)`
-)->torch.Tensor: # Loss of each step over all ranks, shape `(steps,)`
-    "Return the loss of each step as in one process, with one all-reduce"
-    num,den = all_reduce(torch.stack(sums).float().cpu()).T
-    return num/den
 
 # %% ../../nbs/306_evaluate.loss.ipynb #d980c537
 def unsettled(

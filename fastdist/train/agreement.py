@@ -25,7 +25,7 @@ class Agreement:
         job, # `Job`, with the control connection where there are several ranks
         phases, # The Learner's `Phases`
         layout, # `Layout` of its parameters
-        passes, # `Passes`, which asks how a loss reduces
+        passes, # `BackwardPasses`, which find out how a loss reduces
         evaluate # The callback that evaluates
     ):
         store_attr()
@@ -40,7 +40,7 @@ class Agreement:
             line.beat += 1
             if line.faults.trouble: line.faults.check()
         if events.alone: return events.call_aside(event_name)
-        if event_name=='after_loss' and not self.passes.weights.reduction.note() and self.passes.due: self.passes.ask()
+        if event_name=='after_loss': self.passes.loss_computed()
         if line: return events(event_name)
         type(self.learn)._call_one(self.learn, event_name)
 

@@ -25,7 +25,7 @@ _BatchNorm,_InstanceNorm = map(private, ('torch.nn.modules.batchnorm:_BatchNorm'
 # %% ../../nbs/707_train.buffers.ipynb #133fee42
 class Buffers(JobCallback):
     "Makes the buffers of all ranks those of one process, or names them in a warning"
-    order = 11.03 # after `Weigh`
+    order = 11.03 # after `GlobalGradients`
     def __init__(self,
         **parts # `phases` and `layout`
     ): super().__init__(silent=parts['phases'].alone, moved=False, named=set(), **parts)

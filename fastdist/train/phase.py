@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
 from ..job.world import *
 from ..data.loader import *
-from ..parallel.backward import *
 
 # %% ../../nbs/704_train.phase.ipynb #b49e928a
 @dataclass
@@ -86,10 +85,6 @@ class Phases:
     def running(self):
         "Innermost open phase if it has batches to come, or `None`"
         return self.open[-1] if self.open and self.open[-1] and not self.open[-1].ended else None
-    @property
-    def weight(self):
-        "Samples of this rank in the current batch of `source` over the mean of all ranks; 0 for a sample that only makes the step"
-        return batch_weight(self.source, self.learn.iter)
     @property
     def source(self):
         "Loader from which batches come: `learn.dl`, or the share if a callback put something around it"

@@ -1,6 +1,6 @@
 """The callback that lets a Learner train on N ranks as it would in one process
 
-Here a Learner's training comes together: its forward pass goes through a layout, its loaders give each rank its share, and callbacks of our own weigh its losses and evaluate.
+Here a Learner's training comes together: its forward pass goes through a layout, its loaders give each rank its share, and callbacks of our own scale its losses and evaluate.
 
 `fastai.distributed` wraps in `before_fit`, unwraps in `after_fit`, and gathers in between. An exception skips `after_fit`, and every batch pays
 for the gathering.
@@ -11,7 +11,7 @@ The trainer does little by itself. It joins the job, opens and closes phases, le
 |---|---|
 | `Phases` | which loader's share is gone through |
 | `Layout` | how parameters lie on ranks, and how gradients are exchanged |
-| `Weigh` | what the loss of this rank's batch weighs, and whose gradients a step uses |
+| `GlobalGradients` | by how much the loss of this rank's batch counts, and that gradients are those of all ranks |
 | `Evaluate` | losses, metrics and predictions as one process has them |
 | `Buffers` | what forward passes change in the model |
 | `Events` | who is called, and what ranks decide together |"""
@@ -59,8 +59,8 @@ from .events import *
 from .agreement import *
 from .step import *
 from .phase import *
-from .weights import *
-from .weigh import *
+from .scale import *
+from .gradients import *
 from .buffers import *
 from .lr_find import *
 
@@ -68,7 +68,7 @@ from .lr_find import *
 class DistributedTrainer(WrapperCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _lent = '_with_events','_call_one','lr_find'
-    _stateattrs = 'job','_events','agreement','phases','layout','weigh','evaluate','entered','held','seeding'
+    _stateattrs = 'job','_events','agreement','phases','layout','gradients','evaluate','entered','held','seeding'
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
         sync_bn=True, # Whether batch norm counts the samples of all ranks
@@ -92,7 +92,7 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(job=None, _events=None, agreement=None, phases=None, layout=None, weigh=None, evaluate=None, step=None, lists=None)
+        self.__dict__.update(job=None, _events=None, agreement=None, phases=None, layout=None, gradients=None, evaluate=None, step=None, lists=None)
         self.__dict__.update(entered=None, held=None, seeding=None, _lean=False, compares=False, _dropped=False)
 
     def __call__(self, event_name):
@@ -167,13 +167,13 @@ def _make_parts(self:DistributedTrainer, w, plan):
         self.seeding = self.phases.seeding = Seeding(self.seed, learn, self.phases, self.layout)
         job.help(self.seeding)
         job.hook(self.seeding)
-    weights = Weights(self.phases, Reduction(learn, w))
-    parts = dict(phases=self.phases, weights=weights)
-    self.weigh,self.evaluate = Weigh(job.live.sync_each, layout=self.layout, **parts),Evaluate(reduction=weights.reduction, **parts)
-    self.agreement = Agreement(self._events, job, self.phases, self.layout, self.weigh.passes, self.evaluate)
+    batch = CurrentBatch(self.phases, Reduction(learn, w))
+    parts = dict(phases=self.phases, batch=batch)
+    self.gradients,self.evaluate = GlobalGradients(job.live.sync_each, layout=self.layout, **parts),Evaluate(reduction=batch.reduction, **parts)
+    self.agreement = Agreement(self._events, job, self.phases, self.layout, self.gradients.passes, self.evaluate)
     self.held = Held(learn, w.rank, (self._events.skips,_decided), (Samples(learn),_read))
-    job.help(self.weigh, self.weigh.window_losses, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
-    if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.weigh.window))
+    job.help(self.gradients, self.gradients.passes.numbers.losses, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
+    if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.gradients.window))
 
 # %% ../../nbs/709_train.trainer.ipynb #7ddf1d24
 @contextmanager
@@ -230,12 +230,12 @@ def wrap(self:DistributedTrainer):
     self.phases.check_steps()
     self.phases.name_slow_workers()
     steps,learn = self.job.live.accumulate,self.learn
-    self.weigh.begin(Window(steps, first(learn._grab_cbs(GradientAccumulation)) if self.size>1 or steps>1 else None)) # it must count the samples of several ranks
-    self._events.windowed,self._events.planned,self._events.around = bool(self.weigh.window),None,self.weigh.around if self.size>1 else None
+    self.gradients.begin(Window(steps, first(learn._grab_cbs(GradientAccumulation)) if self.size>1 or steps>1 else None)) # it must count the samples of several ranks
+    self._events.windowed,self._events.planned,self._events.around = bool(self.gradients.window),None,self.gradients.around if self.size>1 else None
     self.lists = lend_lists(learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
     for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, self.job, self.phases)
     for cb in learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(learn.dls.train, StepDL)))
-    self.weigh.wrap()
+    self.gradients.wrap()
     self.compares = self.desync_check and self.size>1
     if self._dropped: self.phases.warn_once('dropped', 'An error ended a step of an earlier fit, and ranks forgot its gradients; one process would add them to those of the first step of this fit. '
         'HINT: learn.opt.zero_grad() after an error does so in one process too')
@@ -269,9 +269,9 @@ def _unused(device):
 def unwrap(self:DistributedTrainer):
     "End a fit: forget wrappers, phases and shares"
     self.compares = False
-    if self.weigh is None: return
+    if self.gradients is None: return
     self._events.around = None
-    self.weigh.end()
+    self.gradients.end()
     self.lists = return_lists(self.lists) and None
     self.phases.reset()
     self.layout.forget()
@@ -401,7 +401,7 @@ DistributedTrainer.after_validate = DistributedTrainer.after_train
 def _on_batch(self:DistributedTrainer, do_one_batch):
     training = self._learner.training
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
-    if training and self._through is not None: self.weigh.batch(run)
+    if training and self._through is not None: self.gradients.run_batch(run)
     else:
         with self.layout.evaluation(not training and self.agreement.is_short()): run()
 
