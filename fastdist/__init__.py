@@ -29,7 +29,6 @@ Modules:
 - `fastdist.comm.control`: The control connection between all ranks, beside the process group
 - `fastdist.comm.draws`: torch's random draws in a step, made for the global batch and cut to the rows of this rank
 - `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
-- `fastdist.comm.numpy_draws`: NumPy's random draws in a step, made for the global batch, and what Python draws in a trial
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
 - `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own

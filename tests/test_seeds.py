@@ -83,7 +83,7 @@ class Connect(Module):
     def forward(self, x): return self.out(F.dropout(F.linear(x, F.dropout(self.w, .5, self.training)), .3, self.training))
 
 class Loud(Module):
-    "Counts, and drops out weights: no copy of it can be tried"
+    "Counts, prints, and drops out weights"
     calls = 0
     def __init__(self): self.lin,self.out = nn.Linear(768, 12),nn.Linear(12, 3)
     def forward(self, x):
@@ -91,13 +91,17 @@ class Loud(Module):
         return self.out(F.dropout(self.lin(x.flatten(1)), .4, self.training)+F.dropout(self.lin.weight, .5, self.training).sum()) if not print(end='') else 0
 
 class Timed(Module):
-    "Reads the clock: no copy of it can be tried"
+    "Reads the clock"
     def __init__(self): self.spent = 0.
     def forward(self, x):
         self.spent -= time.perf_counter()
         res = x*1.
         self.spent += time.perf_counter()
         return res
+
+class Once(nn.Dropout):
+    "Cannot be copied, so that its shapes tell"
+    def __deepcopy__(self, memo): raise TypeError('one of a kind')
 
 class Moving(Callback):
     "Keeps a moving average of the model's weights, which each forward pass of training changes in place"
@@ -120,11 +124,11 @@ sequences = {f'{k}_{o}':net(partial(v, o), texts) for k,v in kinds.items() for o
 @cases(**models)
 def test_dropout_of_every_kind(cases, size): same_on(cases, (size,))
 
-@pytest.mark.replicas # in shards it is a `SeedError`
-def test_a_model_that_cannot_be_copied_is_tried_in_place():
+@pytest.mark.replicas # its trial in shards is no copy
+def test_models_that_print_count_and_change_their_weights():
     norm = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2, bias=False), nn.BatchNorm2d(6), Timed(), nn.Flatten(), nn.Linear(294, 3))
     plain = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.Flatten(), nn.Linear(294, 3))
-    same_on(dict(loud=net(Loud), norm=net(norm), moving=net(plain, cbs=lambda: Moving())))
+    same_on(dict(loud=net(Loud), norm=net(norm), moving=net(plain, cbs=lambda: Moving()), once=net(flat(Once))))
 
 class Hidden(Transform):
     "Has generators that lie deep: in a list of a `partial`, and around a function"
@@ -240,21 +244,14 @@ def changed(f, **kw):
             if self.training: self.learn.xb = (f(self.x),)
     return net(flat(nn.Dropout), cbs=Changes, **kw)
 
-class Numpy(Module):
-    def __init__(self): self.lin,self.out = nn.Linear(768, 12),nn.Linear(12, 3)
-    def forward(self, x): return self.out(times(self.lin(x.flatten(1)), np.random.rand(len(x)))*np.random.rand())
-
-class Loudness(Transform):
-    def encodes(self, x:TensorImage): return times(x, np.random.rand(len(x)))
-
 class Collates(DataLoader):
     def create_batch(self, b):
         x,y = super().create_batch(b)
-        return times(x, np.random.rand(len(x)))*torch.rand(len(x), 1, 1, 1),y
+        return x*np.random.rand()*torch.rand(len(x), 1, 1, 1),y
 
 def collate(b):
     x,y = torch.utils.data.default_collate(b)
-    return times(x, np.random.rand(len(x)))*torch.rand(len(x), 1, 1, 1),y
+    return x*random.random()*torch.rand(len(x), 1, 1, 1),y
 
 class OfRank0(Callback):
     def before_batch(self): self.learn.rank==0 and (torch.rand(len(self.x), 3),np.random.rand(5),random.random())
@@ -263,12 +260,52 @@ def rank0(n):
     learn.rank = rank_distrib()
     return learn
 
-numpy = dict(beta=changed(lambda x: times(x, np.random.beta(.4, .4, size=len(x)))), mask=changed(lambda x: x*torch.tensor(np.random.rand(*x.shape)<.5)),
-    one=changed(lambda x: x*np.random.normal()), model=net(Numpy), transform=vision(batch=[Loudness()]),
-    collate=changed(noop, cls=Collates), torchs=changed(noop, cls=TorchLoader, collate_fn=collate), rank0=rank0)
+class Talks(Callback):
+    "Exchanges something, so that no copy of it can be tried"
+    def before_batch(self):
+        self.learn.xb = (self.x+torch.rand(len(self.x), 3, 16, 16)*.1,)
+        if num_distrib()>1: torch.distributed.all_reduce(torch.ones(1))
+
+whole = dict(one=changed(lambda x: x*np.random.normal()),
+    collate=changed(noop, cls=Collates), torchs=changed(noop, cls=TorchLoader, collate_fn=collate), rank0=rank0,
+    talks=net(flat(nn.Dropout), cbs=Talks))
 @sizes
-@cases(**numpy)
-def test_what_numpy_draws_for_a_batch(cases, size): same_on(cases, (size,))
+@cases(**whole)
+def test_what_is_drawn_once_for_a_batch(cases, size): same_on(cases, (size,))
+
+class Numpy(Module):
+    def __init__(self): self.lin,self.out = nn.Linear(768, 12),nn.Linear(12, 3)
+    def forward(self, x): return self.out(times(self.lin(x.flatten(1)), np.random.rand(len(x)))*np.random.rand())
+
+class Untried(Numpy):
+    def __deepcopy__(self, memo): raise TypeError('one of a kind')
+
+class TalksByNumpy(Callback):
+    def before_batch(self):
+        self.learn.xb = (times(self.x, np.random.rand(len(self.x))),)
+        torch.distributed.all_reduce(torch.ones(1))
+
+class Loudness(Transform):
+    def encodes(self, x:TensorImage): return times(x, np.random.rand(len(x)))
+
+class CollatesByNumpy(DataLoader):
+    def create_batch(self, b):
+        x,y = super().create_batch(b)
+        return times(x, np.random.rand(len(x))),y
+
+def collate_by_python(b):
+    x,y = torch.utils.data.default_collate(b)
+    return times(x, [random.random() for _ in b]),y
+
+each = 'draws otherwise where a batch has another number of samples'
+by_numpy = dict(beta=(changed(lambda x: times(x, np.random.beta(.4, .4, size=len(x)))),f'the callback Changes {each}'), model=(net(Numpy),f'the model {each}'),
+    mask=(changed(lambda x: x*torch.tensor(np.random.rand(*x.shape)<.5)),f'the callback Changes {each}'), transform=(vision(batch=[Loudness()]),f'a batch transform {each}'),
+    row=(changed(lambda x: tripled(x, [np.random.randint(len(x))])),f'the callback Changes {each}'), collate=(changed(noop, cls=CollatesByNumpy),f'the loader CollatesByNumpy {each}'),
+    torchs=(changed(noop, cls=TorchLoader, collate_fn=collate_by_python),f'the collate function {each}'), untried=(net(Untried),'the model draws by Python or NumPy, and cannot be tried'),
+    talks=(net(flat(), cbs=TalksByNumpy),'the callback TalksByNumpy draws by Python or NumPy, and cannot be tried'))
+
+@pytest.mark.parametrize('mk,said', by_numpy.values(), ids=by_numpy)
+def test_what_numpy_and_python_draw_for_each_sample_is_refused(mk, said): assert f'You set a seed, and {said}' in refused(mk)
 
 def tripled(x, i): return torch.where(torch.isin(torch.arange(len(x)), torch.tensor(i)).view(-1, *[1]*(x.ndim-1)), 3*x, x)
 class OwnNumbers(Callback):
@@ -280,7 +317,7 @@ escaping = dict(permutation=changed(lambda x: x[np.random.permutation(len(x))]),
     later=changed(lambda x: x*torch.rand(3, len(x)*16, 16).view(3, -1, 16, 16).transpose(0, 1)), flat=changed(lambda x: x*torch.rand(x.numel()).view(x.shape)))
 
 @pytest.mark.parametrize('mk', escaping.values(), ids=escaping)
-def test_what_cannot_be_cut_is_refused(mk): assert 'You set a seed, and ' in (said := refused(mk)) and ('test_seeds.py:' in said or 'OwnNumbers' in said)
+def test_what_cannot_be_cut_is_refused(mk): assert 'You set a seed, and ' in (said := refused(mk)) and ('test_seeds.py' in said or 'the callback' in said)
 
 class DropBlock(Module):
     "Divides its mask by the mean of all samples"
@@ -289,8 +326,7 @@ class DropBlock(Module):
         return x*m/m.mean()
 
 def in_random_order(x): return x[torch.rand(len(x)).argsort()]
-of_others = dict(block=(net(conv(DropBlock)),'the model'), order=(changed(in_random_order),'the callback Changes'), transform=(vision(batch=[in_random_order]),'a batch transform'),
-    numpy=(changed(lambda x: x[np.argsort(np.random.rand(len(x)))]),'the callback Changes'))
+of_others = dict(block=(net(conv(DropBlock)),'the model'), order=(changed(in_random_order),'the callback Changes'), transform=(vision(batch=[in_random_order]),'a batch transform'))
 
 @pytest.mark.parametrize('mk,who', of_others.values(), ids=of_others)
 def test_a_sample_that_depends_on_the_numbers_of_others_is_refused(mk, who):

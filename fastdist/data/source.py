@@ -159,6 +159,7 @@ class Indexed(FastaiSource):
         super().__init__(dl, maker, deal)
         if self.own_batches or self._chunks_alone(): self.sequence = type(dl).__name__
         self.order = self.parts = self.grows = self.in_turn = None
+        self.collate = CollateDraws(partial(collate_items, maker), f'the loader {type(maker).__name__}')
 
     def _chunks_alone(self): return self.alone and not is_own(self.maker, 'chunkify', DataLoader)
 
@@ -211,7 +212,7 @@ class Indexed(FastaiSource):
 
     def _with_its_rows(self, k, idxs, items):
         "Return the batch of `items`, this rank's part of batch `k`; its rows of the global batch where the rows of parts are others"
-        make = partial(collate_items, self.maker)
+        make = self.collate if self.seeds else self.collate.f
         if self.parts is None and _are_numbers(items, idxs): self.parts = self._same_in_parts(k, make(items))
         if self.parts is False: return self._rows_of_all(k)
         b = make(items)

@@ -71,7 +71,7 @@ class PlacedCollate:
     def __init__(self,
         f:callable, # The user's
         data:PlacedData # Whose samples are collated
-    ): self.f,self.data = f,data
+    ): self.f,self.data = f if f is default_collate else CollateDraws(f, 'the collate function'),data
     def __call__(self, b):
         with drawing_rows(self.data.rows): return self.f(b)
 

@@ -172,7 +172,7 @@ class Replays:
         def values(learn):
             with t.layout.files.whole(learn): return {} if rank else step_values(learn)
         try:
-            with sharded(t),scratch_files(self.token),quietly(learn),how(learn),nullcontext() if t.seeding is None else t.seeding.uncounted():
+            with sharded(t),scratch_files(self.token),quietly(learn),how(learn),nullcontext() if t.seeding is None else t.seeding.places.uncounted():
                 self._begin()
                 return replay(learn, Excerpt(self.k, values), _of_ranks(t))
         finally:
