@@ -107,14 +107,14 @@ Modules:
 - `fastdist.state.fits`: A Learner counts its fits with a path, and each is described by what the script gives it
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
 - `fastdist.state.held`: What callbacks, modules and the loss hold beside the model, compared between ranks
-- `fastdist.state.home`: The state that ranks have trained, written into the object that the head holds
 - `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state
-- `fastdist.state.progress`: What a training has done so far, as values that another process goes on from
+- `fastdist.state.progress`: What a fit has changed, as values from which another process resumes
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
 - `fastdist.state.resume`: Where a fit stands: done, cut off, or new; and how it goes on from a state
+- `fastdist.state.returned`: What ranks have trained, written into the objects of the parent process
 - `fastdist.state.rewind`: Put back all objects that a Learner reaches, after a piece of training that was only tried
 - `fastdist.state.serialize`: Nested values as JSON and named tensors, many scalars as one tensor
-- `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, and listed by name
+- `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.train.agreement`: A Learner's events, run so that all ranks do what one decides
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning

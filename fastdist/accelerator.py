@@ -38,7 +38,7 @@ from .job.ray import *
 from .job.detached import *
 from .comm.collectives import *
 from .state.snapshot import *
-from .state.home import *
+from .state.returned import *
 from .state.values import *
 from .train.process import *
 from .learner import *
@@ -135,7 +135,7 @@ class Accelerator(RankAccelerator):
         res = start_ranks(call, self._nprocs, start, all_ranks, show_all, self._engine)
         all_ = res if all_ranks else [res]
         values = [o for o,*_ in all_] if held or cbs else all_
-        if held: come_home(*zip(held, [s | dict(returned=values) for s in all_[0][1]]))
+        if held: put_returned(*zip(held, [s | dict(returned=values) for s in all_[0][1]]))
         for cb,kept in zip(cbs, all_[0][2] if cbs else []): set_attributes(cb, kept)
         for o in values:
             if isinstance(o, _Unsent): raise TypeError(f'{o.why}. What trained has come home')
@@ -238,10 +238,10 @@ def _callbacks(call, held, by_name):
 
 # %% ../nbs/902_accelerator.ipynb #e3092655
 def _in_rank(acc, fun, args, kwargs, held, cbs, first_is_instance, rank):
-    was,kept = (None,None) if rank else (_Before(fun, args, kwargs, held),Kept(cbs))
+    was,kept = (None,None) if rank else (_Before(fun, args, kwargs, held),CallbackChanges(cbs))
     res = acc.worker(rank, held[0] if first_is_instance else None, fun, args, kwargs)
     if was: was.tell()
-    return (_sendable(res),[state_away(o) for o in held] if rank==0 else [],kept.changed() if kept else []) if held or cbs else res
+    return (_sendable(res),[returned_state(o) for o in held] if rank==0 else [],kept.now() if kept else []) if held or cbs else res
 
 # %% ../nbs/902_accelerator.ipynb #a626069c
 def _parts(o):
@@ -277,10 +277,10 @@ def _sendable(o):
 # %% ../nbs/902_accelerator.ipynb #4dad9adb
 def _be_head(acc, engine, fun, args, kwargs, options, held, cbs):
     "Distribute `fun`; return its result and what it trained"
-    acc._engine,kept = engine,Kept(cbs)
+    acc._engine,kept = engine,CallbackChanges(cbs)
     res = acc.distribute(fun, **options)(*args, **kwargs)
     is_pair = isinstance(res, tuple) and bool(held) and res[0] is model_and_opt(held[0])[0]
-    return res,is_pair,[state_away(o) for o in held],kept.changed()
+    return res,is_pair,[returned_state(o) for o in held],kept.now()
 
 def _brought_home(held, cbs, found, into):
     "Write what a job trained into `into`, or into what its function has in this process, and return its result"
@@ -288,5 +288,5 @@ def _brought_home(held, cbs, found, into):
     for cb,o in zip([] if into else cbs, kept): set_attributes(cb, o)
     into = into or held
     if into and len(into)!=len(states): raise ValueError(f'You bring home {len(into)} objects, but the job has trained {len(states)}. HINT: as many, in the order in which its function has them')
-    if into: come_home(*zip(into, states))
+    if into: put_returned(*zip(into, states))
     return TrainedPair(model_and_opt(into[0])) if into and is_pair else res

@@ -9,7 +9,7 @@ from fastdist.data.loader import order_state
 from fastdist.state.folder import States
 from fastdist.state.progress import values
 from fastdist.state.fits import fits_done
-from fastdist.state.snapshot import named_callbacks,snapshot
+from fastdist.state.snapshot import LearnerState,named_callbacks
 
 batch,epochs,steps = 12,(2,3),4 # samples of all ranks; epochs of the two fits; steps of an epoch
 hows = 'kill the first','kill the last','kill all','SIGTERM to one','SIGTERM to all','exception','power cut'
@@ -170,7 +170,7 @@ def what_is_left(learn):
     for k,v in dict(Learner=('path','logger','fits_by_path'), SaveModelCallback=['last_saved_path'], Recorder=['log']).items():
         for o in v: seen.get(k, {}).pop(o, None)
     reads = [dl.dataset.reads for dl in learn.dls.loaders]
-    res = dict(snap=snapshot(learn, 'model','buffers','modes','grads','opt','groups','frozen'), seen=seen, rec=recorded(learn.recorder),
+    res = dict(snap=LearnerState.take(learn, 'model','buffers','modes','grads','opt','groups','frozen'), seen=seen, rec=recorded(learn.recorder),
         orders=[order_state(dl) for dl in learn.dls.loaders], draws=[random.random(),np.random.rand(),torch.rand(3)], reads=reads,
         file=(f := learn.path/'models/model.pth').exists() and torch.load(f, weights_only=False), log=rows(learn.path/'history.csv'))
     return res|dict(preds=learn.get_preds())

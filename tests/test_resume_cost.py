@@ -1,15 +1,14 @@
-"What `Checkpoint` costs: nothing is exchanged between states, a state looks at what has changed once, and a long recorder is no burden"
+"What `Checkpoint` costs: nothing is exchanged between states, and a long recorder is no burden"
 import pytest
 from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
 from fastcore.test import test_eq
+from safetensors import safe_open
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.wire import Line
-from fastdist.state import checkpoint_writer,progress,values
-from fastdist.state.serialize import pack
-from fastdist.base.values import leaves
+from fastdist.state.folder import States
 from collectives import counting
 from learners import digits
 
@@ -71,23 +70,14 @@ class Lasting(Callback):
         rec.losses += map(TensorBase, torch.rand(self.made).unbind())
         rec.lrs += [0.1]*self.made
 
-def looked_at(path, n):
-    "How often a state asked what a value is, and what has changed, after `n` steps; and how many tensors were written of it"
-    asked,changed,packed = Counter(),Counter(),[]
+def written(path, n):
+    "How many tensors the state of a training has that has made `n` steps"
     learn = digits(20)
     learn._do_epoch_validate = noop
-    def noted(v, copy): return packed.append(pack(v, copy)) or packed[-1]
-    with spied(values, 'kind_of', asked), spied(progress.Changes, 'now', changed), mock.patch.object(checkpoint_writer, 'pack', noted):
-        with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[Lasting(n), Checkpoint(path)])
-    return asked,changed,sum(isinstance(v, Tensor) for _,v in leaves('', packed))
-
-def spied(owner, name, calls):
-    do = getattr(owner, name)
-    def counted(*args):
-        calls[name] += 1
-        return do(*args)
-    return mock.patch.object(owner, name, counted)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[Lasting(n), Checkpoint(path)])
+    with safe_open(States(path).newest().path/'tensors.safetensors', 'pt') as f: return len(f.keys())
 
 def test_a_long_recorder_is_one_value(tmp_path):
-    few,many = looked_at(tmp_path/'few', 100),looked_at(tmp_path/'many', 20_000)
-    test_eq((few,few[1]), (many,Counter(now=1)))
+    few = written(tmp_path/'few', 100)
+    assert few>10
+    test_eq(written(tmp_path/'many', 20_000), few)

@@ -73,7 +73,7 @@ def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
     learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt, lr=.05, cbs=cbs)
     with suppress(InterruptedError), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**dict(shard=True)|how): learn.fit(2)
     for o in checkpoint_writer._writers.values(): o.wait()
-    return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(snapshot(learn, 'opt')['opt'], local)
+    return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(LearnerState.take(learn, 'opt')['opt'], local)
 
 class InEpochs(Callback):
     "Has states made between epochs only, where a window of batches may be open"
@@ -132,7 +132,7 @@ def test_ranks_hold_and_write_their_rows(tmp_path):
         learn = Learner(dls, nn.Linear(8,3), loss_func=CrossEntropyLossFlat(), cbs=Checkpoint(tmp_path))
         with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging():
             learn.fit(1)
-            with counting() as ran: snap = snapshot(learn)
+            with counting() as ran: snap = LearnerState.take(learn)
             return sum(ran.values()),snap['model']['weight'].to_local().shape,[len(local(o['grad_avg'])) for o in snap['opt']['state']]
     test_eq(on_ranks(run, 2, join=False), [(0,(2,8),[2,2]),(0,(1,8),[1,1])])
     state = States(tmp_path).newest()

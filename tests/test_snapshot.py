@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastdist import *
 from fastdist.comm.rng import rank0_random
 from fastdist.job.pickling import read,write
-from fastdist.state.home import come_home,state_away
+from fastdist.state.returned import put_returned,returned_state
 from learners import digits
 
 Range = namedtuple('Range', 'low high')
@@ -46,8 +46,8 @@ def fitted(learn):
 
 def brought(there, here, path):
     "What was trained `there`, written into `here`, by way of a file"
-    write(state_away(there), path)
-    come_home((here, read(path)))
+    write(returned_state(there), path)
+    put_returned((here, read(path)))
     return here
 
 def test_containers_of_any_type_come_home(tmp_path):

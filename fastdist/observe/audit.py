@@ -57,7 +57,7 @@ def step_values(
     learn:Learner # After a step
 )->dict: # Name -> value
     "Return what must be the same on ranks and in one process: causes first, then effects"
-    s = snapshot(learn, 'attrs', 'at', 'cbs')
+    s = LearnerState.take(learn, 'attrs', 'at', 'cbs')
     own = {k:type(cb) for k,cb in named_callbacks(learn).items()}
     cbs = {k:{a:v for a,v in vs.items() if not is_rank_own(own[k], a)} for k,vs in s['cbs'].items() if k not in ('Excerpt','Auditor','DistributedTrainer')}
     held = [('', s['attrs']), ('learn.', {k:v for k,v in s['at'].items() if k.partition('.')[0] not in _of_place}), ('', cbs)]

@@ -60,7 +60,7 @@ def _opt_apart(state, mine):
 # %% ../../nbs/609_shard.unshard.ipynb #ddbde243
 def take_apart(
     learn:Learner, # In shards, which no forward pass has gathered
-    state:dict, # From `snapshot`
+    state:dict, # From `LearnerState.take`
     left:bool=False, # Whether gradients are part of it
     unsynced:dict=None # Parameter in shards -> gradient of this rank alone, whole
 )->tuple: # `state` with a `Stored` for each tensor in shards; name -> tensor that this rank is to write, and a copy of its rows

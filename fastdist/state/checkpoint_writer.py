@@ -96,14 +96,14 @@ class SharedFolder:
     def seen(self)->dict: return dict(sees=self.folder.is_dir())
 
     def apart(self,
-        state:dict # From `snapshot`, its parts 'model' and 'opt' at least
+        state:dict # From `LearnerState.take`, its parts 'model' and 'opt' at least
     )->dict:
         "Return `state` without the tensors in shards; copy this rank's rows, as all that a step changes, while training stands still"
         state,self.shards = self.fit.layout.files.apart(self.fit.learn, state, self.left)
         return state
 
     def adding(self,
-        ranks:list # What `taken_on_rank` and `seen` returned on each rank
+        ranks:list # What `FitState.of_rank` and `seen` returned on each rank
     )->dict:
         "Return the arguments for `States.write` on rank 0"
         blind = [r for r,o in enumerate(ranks) if not o.pop('sees')]
@@ -120,7 +120,7 @@ class SharedFolder:
 
     def write_rows(self):
         "Start to write the rows of this rank, which is not rank 0"
-        self.apart(snapshot(self.fit.learn, 'model', 'opt'))
+        self.apart(LearnerState.take(self.fit.learn, 'model', 'opt'))
         self.writer.wait()
         self.writer.start(partial(self._write, self.folder, self.shards))
 
@@ -180,7 +180,7 @@ class CheckpointWriter:
         if wait: self.writer.wait()
         if shared and not shared.agree(self._new_folder() if fit.rank==0 else None, left): return
         now = fit.changes.now()
-        mine = pack(taken_on_rank(now, shared.left if shared else left), copy=True) | (shared.seen() if shared else {})
+        mine = pack(now.of_rank(shared.left if shared else left), copy=True) | (shared.seen() if shared else {})
         ranks = gather_objs(mine, dst=0) if fit.size>1 else [mine]
         more = dict(rows=fit.rows, before=self.resume.before, buckets=[] if ended else fit.layout.orders())
         at = dict(fit=fit.number, epoch=epoch, batch=batch, ended=ended, steps=fit.steps, ranks=fit.size, threads=torch.get_num_threads())
@@ -202,7 +202,7 @@ class CheckpointWriter:
     def _write(self, now, more, ranks, about):
         if not self._begin(): return
         self._name_unsaid(now)
-        learner = taken(now)
+        learner = now.learner()
         learner,added = (self.shared.apart(learner),self.shared.adding(ranks)) if self.shared else (learner,{})
         state = pack(learner|more, copy=True) | dict(ranks=ranks)
         label = f'fit{about["fit"]}-'+('end' if about['ended'] else f'epoch{about["epoch"]}-batch{about["batch"]}')

@@ -67,7 +67,7 @@ class Fit:
         self.rank,self.size = (self.line.rank,self.line.world.size) if self.line else (0,1)
         self.number,self.steps,self.rows = fits_done(learn, path),0,[] # how many fits were done; steps of the optimizer, and rows of the recorder, of this one
         firsts,key = _firsts.setdefault(learn, {}),os.path.abspath(path)
-        self.changes = Changes(learn, firsts.get(key))
+        self.changes = FitChanges(learn, firsts.get(key))
         firsts[key] = self.changes.first
 
     def say(self,

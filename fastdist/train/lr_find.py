@@ -27,13 +27,13 @@ def find_in_memory(
 ):
     "Make `cb` take the number of steps that it was asked for, and restore the Learner from a copy in memory"
     learn = cb.learn
-    start = snapshot(learn, 'model', 'buffers', 'opt', copy=True)
+    start = LearnerState.take(learn, 'model', 'buffers', 'opt', copy=True)
     def begin():
         ParamScheduler.before_fit(cb)
         cb.best_loss = math.inf
     def back():
         learn.opt.zero_grad()
-        restore(learn, start)
+        start.put(learn)
     cb.before_fit,cb.after_fit,learn.n_epoch = begin,back,cb.num_it//steps+1
 
 def find_on_ranks(
