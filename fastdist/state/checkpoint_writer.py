@@ -180,7 +180,8 @@ class CheckpointWriter:
         if wait: self.writer.wait()
         if shared and not shared.agree(self._new_folder() if fit.rank==0 else None, left): return
         now = fit.changes.now()
-        mine = pack(now.of_rank(shared.left if shared else left), copy=True) | (shared.seen() if shared else {})
+        packed = pack(now.of_rank(shared.left if shared else left), f'ranks.{fit.rank}')
+        mine = dict(packed=packed) | (shared.seen() if shared else {})
         ranks = gather_objs(mine, dst=0) if fit.size>1 else [mine]
         more = dict(rows=fit.rows, before=self.resume.before, buckets=[] if ended else fit.layout.orders())
         at = dict(fit=fit.number, epoch=epoch, batch=batch, ended=ended, steps=fit.steps, ranks=fit.size, threads=torch.get_num_threads())
@@ -204,6 +205,8 @@ class CheckpointWriter:
         self._name_unsaid(now)
         learner = now.learner()
         learner,added = (self.shared.apart(learner),self.shared.adding(ranks)) if self.shared else (learner,{})
-        state = pack(learner|more, copy=True) | dict(ranks=ranks)
+        tree,tensors = pack(learner|more)
+        tree['ranks'] = [o['packed'][0] for o in ranks]
+        for o in ranks: tensors |= o['packed'][1]
         label = f'fit{about["fit"]}-'+('end' if about['ended'] else f'epoch{about["epoch"]}-batch{about["batch"]}')
-        self.writer.start(partial(self.resume.states.write, about, state, label, pinned=about['ended'], packed=True, **added))
+        self.writer.start(partial(self.resume.states.write, about, (tree,tensors), label, pinned=about['ended'], packed=True, **added))

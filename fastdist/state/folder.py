@@ -203,7 +203,7 @@ def _write(file, tree):
 def _fill_state(tmp, about, v, pinned, more):
     "Write the packed value `v`, what `more` writes and their record to folder `tmp`, and return the record"
     tmp.mkdir(exist_ok=True)
-    tree,tensors = to_json(v)
+    tree,tensors = v
     files = {'values.json':_write(tmp/'values.json', tree), 'tensors.safetensors':_save(tmp/'tensors.safetensors', tensors)} | (more(tmp) if more else {})
     now = datetime.now().astimezone().isoformat(timespec='seconds')
     text = _json(dict(format=_format, fastdist=_version, torch=torch.__version__, time=now, pinned=pinned, about=about, files=files))
