@@ -53,7 +53,7 @@ class JobDescription:
         check_nprocs(nprocs, compute_setup, here=engine is None)
         check_choice('log_setup', log_setup, ('auto','cpu'))
         check_dtype(dtype)
-        check_plain_options(options, own_loop=False)
+        check_options(None, **options)
         if options.get('cpu') and compute_setup=='gpu': raise OptionError('cpu', True, 'compute_setup is \'gpu\'. HINT: set one of them')
         vars(self).update(compute_setup=compute_setup, log_setup=log_setup, dtype=dtype, options=options, _nprocs=nprocs, _backend=backend, _engine=engine)
         if engine is None: check_backend(backend, self.device.type=='cuda')
@@ -173,7 +173,7 @@ def _set(self:RankAccelerator, k, v):
     near = get_close_matches(k, _settable, 1)
     hint = f'Did you mean {near[0]!r}?' if near else f'HINT: one of {", ".join(sorted(_settable))}'
     if k not in _settable: raise AttributeError(f'You set {k}, which can be set neither on fastdist\'s Accelerator nor on Accelerate\'s. {hint}')
-    if k in accelerate_options(): check_plain_options({k:v})
+    if k in accelerate_options(): check_options(True, **{k:v})
     if self._acc: setattr(self._acc, k, v)
     self._set_here[k] = v
 
@@ -278,7 +278,7 @@ def end_training(self:RankAccelerator):
 def live(self:RankAccelerator)->HFAccelerator:
     "Accelerate's own object, made when it is first needed"
     if self._acc: return self._acc
-    check_plain_options(self.options)
+    check_options(True, **self.options)
     check_env(os.environ, own_loop=True)
     self.setup_process()
     owned = not has_state()
