@@ -200,14 +200,14 @@ class WindowLosses(JobCallback):
     after_put_back = before_train
 
 # %% ../../nbs/706_train.gradients.ipynb #288ba726
-_events = 'after_backward','before_step','after_step','after_cancel_step','after_cancel_batch','after_batch'
+_events = 'after_backward','before_step','after_cancel_step','after_cancel_batch','after_batch' # in after_step callbacks count steps
 _no_reader = (Recorder,ProgressCallback,TerminateOnNaNCallback,LRFinder,TrainEvalCallback,ParamScheduler,GradientAccumulation,
     GradientClip,MixedPrecision)
 
 def may_read_loss(
     cb:Callback # Of a Learner
 )->bool:
-    "Return whether `cb` answers an event between a backward pass and the end of its batch, and is none that is known to read no loss"
+    "Return whether `cb` answers an event between a backward pass and the end of its batch where losses are read, and is none that is known to read no loss"
     if type(cb) in _no_reader or type(cb).__module__.startswith('fastdist.'): return False
     return any(answers(cb, o) for o in _events)
 
