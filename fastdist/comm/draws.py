@@ -28,6 +28,7 @@ from weakref import WeakSet
 from fastcore.all import *
 from ..base.errors import *
 from ..base.loans import *
+from .rng import *
 
 _kernel,_registered,_overload = map(private, ('torch.library:get_kernel','torch._C:_dispatch_get_registrations_for_dispatch_key','torch._C:_get_operation_overload'))
 
@@ -435,17 +436,16 @@ class CollateDraws:
 
     def __call__(self, items):
         if self.tried or len(items)<2: return self.f(items)
-        before,state = random.getstate(),np.random.get_state()
-        was,b,now = numbers_state(),self.f(items),numbers_state()
-        if now==was: return b
-        self.tried,after = True,(random.getstate(),np.random.get_state())
-        random.setstate(before)
-        np.random.set_state(state)
-        with drawing_as_ever(): self.f(items[:len(items)//2])
-        if numbers_state()!=now: raise depends_on_rows(self.who)
-        random.setstate(after[0])
-        np.random.set_state(after[1])
-        return b
+        before,was = (random.getstate(),np.random.get_state()),numbers_state()
+        res,now = self.f(items),numbers_state()
+        if now==was: return res
+        self.tried = True
+        with kept_random(),drawing_as_ever():
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            self.f(items[:len(items)//2])
+            if numbers_state()!=now: raise depends_on_rows(self.who)
+        return res
 
 # %% ../../nbs/116_comm.draws.ipynb #9ce5bcc1
 def check_drawn(
