@@ -1,5 +1,5 @@
 "How ranks agree, what it costs, and how long they wait"
-import dis,inspect,os,signal,sys,time,traceback,pytest,warnings
+import dis,inspect,os,signal,sys,threading,time,traceback,pytest,warnings
 from collections import Counter
 from datetime import timedelta
 from itertools import chain
@@ -273,6 +273,27 @@ def test_an_error_that_was_there_before_keeps_nothing_back():
             except KeyError:
                 line.faults.arm()
                 with expect_fail(RankError, 'a broken file'): time.sleep(8)
+    on_ranks(f, join=False)
+
+class SlowLock:
+    "Takes two seconds to be taken"
+    def __init__(self):
+        lock = threading.Lock()
+        self.acquire,self.release,self.locked = lock.acquire,lock.release,lock.locked
+    def __enter__(self):
+        self.acquire()
+        time.sleep(2)
+    def __exit__(self, *_): self.release()
+
+def test_an_error_of_another_rank_leaves_no_condition_taken():
+    "It comes while this rank enters one, and is raised inside"
+    def f(rank):
+        with voting_connection(this_world()).open() as line:
+            if rank: return line.faults.failed_here(ValueError('a broken file'))
+            lock = SlowLock()
+            line.faults.arm()
+            with expect_fail(RankError, 'a broken file'), threading.Condition(lock): time.sleep(20)
+            assert not lock.locked()
     on_ranks(f, join=False)
 
 def paused(rank):

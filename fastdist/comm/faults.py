@@ -184,8 +184,11 @@ def _interfere(self:Faults, now):
 
 # %% ../../nbs/105_comm.faults.ipynb #bd07c355
 def _swallows(frame):
-    "Return whether an error raised at `frame` would only be printed: Python ignores those of finalizers, of weak references and of hooks around a fork"
-    return any(f.f_code.co_name in ('__del__','release_threads','_hold_signals','_release_signals','_after_fork','_run_after_forkers') for f in frames_of(frame))
+    "Return whether an error raised at `frame` would only be printed, as in finalizers, weak references and hooks around a fork, or leave the lock of a Condition taken"
+    return any(f.f_code.co_name in _unraisable or f.f_code in _locking for f,_ in traceback.walk_stack(frame))
+
+_unraisable = '__del__','release_threads','_hold_signals','_release_signals','_after_fork','_run_after_forkers'
+_locking = [getattr(threading.Condition, o).__code__ for o in ('__enter__','__exit__')]
 
 @patch
 def arm(self:Faults):
