@@ -1771,6 +1771,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastdist.job.group': { 'fastdist.job.group.Membership': ('job.group.html#membership', 'fastdist/job/group.py'),
                                     'fastdist.job.group.Membership.__init__': ( 'job.group.html#membership.__init__',
                                                                                 'fastdist/job/group.py'),
+                                    'fastdist.job.group.Membership._abort': ('job.group.html#membership._abort', 'fastdist/job/group.py'),
                                     'fastdist.job.group.Membership._join': ('job.group.html#membership._join', 'fastdist/job/group.py'),
                                     'fastdist.job.group.Membership._leave_group': ( 'job.group.html#membership._leave_group',
                                                                                     'fastdist/job/group.py'),

@@ -16,7 +16,7 @@ __all__ = ['free_port', 'awaited', 'own_addresses', 'job_store', 'this_world', '
            'setup_distrib', 'teardown_distrib']
 
 # %% ../../nbs/006_job.group.ipynb #fe565770
-import gc,os,socket,stat,sys,torch,warnings,time
+import gc,os,socket,stat,sys,threading,torch,warnings,time
 import torch.distributed.nn.functional
 from contextlib import ExitStack,closing,contextmanager,suppress
 from dataclasses import replace
@@ -190,7 +190,7 @@ class Membership:
         world:World # This process's world
     ):
         self.world,self.joined,self.connections,self.undo = world,False,{},ExitStack()
-        self.made = 0 # groups that were made
+        self.made,self.ending = 0,threading.Lock() # groups that were made; held while one is aborted or destroyed
         self.broken = False # whether an error has ended the use of the group, so that the next job makes it anew
         self.overtaken = False # whether the GPU may have made a step from an exchange that was broken
 
@@ -226,9 +226,11 @@ class Membership:
         torch.set_num_threads(max(1, torch.get_num_threads()//n))
 
     def _leave_group(self):
-        if self.joined and dist.is_initialized(): _destroy_groups()
+        with self.ending:
+            if self.joined and self.broken: self._abort() # NCCL would wait for what other ranks do not exchange any more
+            if self.joined and dist.is_initialized(): _destroy_groups()
         if self.joined: _owners.remove(self)
-        self.joined,self.connections = False,{}
+        self.joined,self.broken,self.connections = False,False,{}
 
     def _make_group(self, timeout, backend):
         store,hook = job_store(self.world),sys.excepthook
@@ -256,7 +258,12 @@ class Membership:
         distributed_c10d._new_process_group_helper = watched
 
     def cut(self):
-        "Break the connections of all process groups of this process, so that ranks that wait in their collectives raise an error"
+        "Break the connections of all process groups of this process, so that ranks that wait in their collectives raise an error; not while it ends them itself"
+        if not self.ending.acquire(blocking=False): return
+        try: self._abort()
+        finally: self.ending.release()
+
+    def _abort(self):
         for fd,inode in set(self.connections.items()) & set(sockets().items()): _break(fd, inode)
         for group in list(distributed_c10d._world.pg_map):
             with suppress(RuntimeError): group._get_backend(torch.device('cuda')).abort()
@@ -278,7 +285,7 @@ class Membership:
 
     def renew(self):
         "Replace the default group, whose connections were cut, by a new one; all ranks call it"
-        self.broken = False
+        self.broken = True
         self._leave_group()
         self._make_group(*self.made_with)
 
