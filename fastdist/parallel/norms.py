@@ -87,7 +87,7 @@ class _GroupNormalise(Function):
         x,w,mean,inv,n = ctx.saved_tensors
         dx,dw,db = (_backward_cuda if x.is_cuda else _backward)(_dense(dy), x, w, mean, inv, n)
         if ctx.padding: dx = torch.zeros_like(x) # the mean does not depend on padding
-        return dx, None if w is None else dw, None if w is None else db, None, None
+        return dx, dw if ctx.needs_input_grad[1] else None, db if ctx.needs_input_grad[2] else None, None, None
 
 # %% ../../nbs/503_parallel.norms.ipynb #35f20a1e
 def _backward(dy, x, w, mean, inv, n):
@@ -102,9 +102,9 @@ def _backward(dy, x, w, mean, inv, n):
 
 def _backward_cuda(dy, x, w, mean, inv, n):
     "Return what `_backward` does, by kernels of torch"
-    *sums,dw,db = torch.batch_norm_backward_reduce(dy, x, mean, inv, w, True, True, True)
-    dist.all_reduce(sums := torch.cat(sums))
-    return torch.batch_norm_backward_elemt(dy, x, mean, inv, w, *sums.chunk(2), n.to(torch.int32).view(1)),dw,db
+    db,dev,*_ = torch.batch_norm_backward_reduce(dy, x, mean, inv, w, True, False, False) # torch's own gradients need a weight
+    dist.all_reduce(sums := torch.cat([db, dev]))
+    return torch.batch_norm_backward_elemt(dy, x, mean, inv, w, *sums.chunk(2), n.to(torch.int32).view(1)),dev*inv,db
 
 # %% ../../nbs/503_parallel.norms.ipynb #c633d79c
 def _normalised(m, x, w, b, eps):
