@@ -122,6 +122,31 @@ def test_a_torch_that_cannot_reset(monkeypatch):
     monkeypatch.delattr(FSDPModule, 'reset_iter_state', raising=False)
     test_a_rank_fails(2, 1, [in_forward,in_backward,in_validation])
 
+def ran_ahead(rank, size):
+    "The last rank fails where the others have counted a batch more, as ranks do that run ahead of their GPU"
+    def ahead(learn):
+        if rank==size-1: fails()
+        with torch.no_grad():
+            for b in learn.model[1].buffers(): b.add_(1)
+    learn = deep()
+    learn.model.insert(1, nn.BatchNorm1d(9))
+    with quiet(learn), learn.distrib_ctx(shard=True):
+        learn.fit(1)
+        how,_ = heard(learn.fit, 1, cbs=At('after_backward', ahead))
+        before = [b.clone() for b in learn.model[1].buffers()]
+        learn.validate()
+        after = [b.tolist() for b in learn.model[1].buffers()]
+        learn.fit(1) # compares
+    return how,[b.tolist() for b in before],after
+
+@pytest.mark.parametrize('size', (2,3))
+def test_ranks_go_on_with_the_same_buffers(size):
+    "Those of one rank, since each holds them whole"
+    res = on_ranks(partial(ran_ahead, size=size), size, join=False, timeout=100)
+    test_eq({how for how,_,_ in res}, {'RankError','RuntimeError'})
+    assert res[0][1]!=res[-1][1]
+    test_eq([after for _,_,after in res], [res[0][1]]*size)
+
 # One rank alone in a forward pass
 
 def lone(rank, f, **kw):

@@ -151,8 +151,12 @@ class Sharded(Layout):
         self.sharder.enter(learn)
 
     def renew(self, learn):
-        "Put the models in shards again where the process group is another than before"
-        self.sharder.renew(learn)
+        "Put the models in shards again where the process group is another than before, and go on from one rank's values of what each rank holds whole"
+        if not self.sharder.renew(learn): return
+        mine = {n:t for n,t in self.comparable(learn).items() if isinstance(t, Tensor)}
+        def put(theirs):
+            for n in mine.keys()&theirs.keys(): mine[n].copy_(theirs[n])
+        with torch.no_grad(): of_one_rank(lambda: mine, put)
 
     def leave(self, learn, keep=True):
         "Give the Learner its whole models back, or leave it in shards where the plan and `keep` say so"

@@ -201,12 +201,13 @@ class Sharder:
         self.adopt(learn)
 
     def renew(self, learn):
-        "Put the models in shards again where the process group is another than before"
-        if self.group is dist.group.WORLD: return
+        "Put the models in shards again where the process group is another than before; return whether it is"
+        if self.group is dist.group.WORLD: return False
         old = self.mesh
         self._new_mesh()
         self._again(learn)
         forget_groups(old)
+        return True
 
     def _again(self, learn):
         with self.opts.resharded(learn.opt), exchange('the model, which is cut into shards again'):
