@@ -188,7 +188,7 @@ class Replicated(Layout):
         owner = group_owner()
         before,self.nth = self.nth,owner.made if owner else 0 # the group itself would keep its connections
         if before in (None,self.nth) and learn not in stopped: return
-        of_one_rank(partial(snapshot, learn, 'model', 'opt'), partial(restore, learn), stopped.pop(learn, False))
+        of_one_rank(partial(LearnerState.take, learn, 'model', 'opt'), lambda state: LearnerState(state).put(learn), stopped.pop(learn, False))
         if owner: owner.overtaken = False
 
     def wrap(self, learn):
