@@ -33,7 +33,7 @@ class Stop(Callback):
 def ask():
     sig,_,ranks = os.environ.get('ASK', '').partition(':')
     if str(this_world().rank) in ranks: os.kill(os.getpid(), getattr(signal, sig))
-    if ranks=='head' and this_world().rank==1: os.kill(os.getppid(), getattr(signal, sig))
+    if ranks=='head' and this_world().rank==1: os.kill(int(os.environ['PARENT']), getattr(signal, sig))
 
 def train(out, stops=True, n=10**5):
     if list(Path(out).glob('state*')): return print('it is done')
@@ -51,7 +51,7 @@ class Told(Stop):
         if self.training and self.train_iter==3: ask()
 
 if __name__=='__main__':
-    out,how = sys.argv[1],sys.argv[2:]
+    out,how,os.environ['PARENT'] = sys.argv[1],sys.argv[2:],str(os.getpid())
     if 'head' in how: Accelerator(nprocs=2, compute_setup='cpu').distribute(train, start='fork' if 'fork' in how else 'spawn')(out, 'quiet' not in how)
     elif 'notebook' in how:
         from accelerate import notebook_launcher
