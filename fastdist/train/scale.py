@@ -76,7 +76,7 @@ def batch_total(
     k:int # Number of a batch in the epoch
 )->int: # Samples of all ranks
     "Return how many samples batch `k` has"
-    if hasattr(dl, 'total'): return dl.total(k)
+    if isinstance(dl, DistributedDL): return dl.total(k)
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None) or 1
     return bs if n is None else min(bs, n-k*bs)
 
