@@ -5,6 +5,7 @@ from fastcore.test import test_close,test_eq
 from fastai.basics import *
 from fastai.callback.training import GradientAccumulation
 from fastdist.evaluate.loss import has_normaliser,is_summed,normaliser
+from fastdist.data.loader import DistributedDL
 from fastdist.train.scale import *
 
 weight = tensor([1.,3.,.2])
@@ -55,7 +56,7 @@ def test_a_batch_of_another_size_than_planned(name, ns, more, seed):
     if not counts(f, y): return
     for a,b in zip(loss_and_grad(f, w, x, y), of_ranks(parts(f, w, x, y, ns, sum(ns)+more))): torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
-class Loader:
+class Loader(DistributedDL):
     "Batches of as many samples as `totals` says"
     def __init__(self, totals): self.totals = totals
     def total(self, k): return self.totals[k]
