@@ -256,7 +256,7 @@ class Ranks:
         text = min(own, key=lambda o: o.rank).text
         return RankError(None, f'all {n} ranks raised the same error:\n{text}', shown=False)
 
-    def _error(self, rank, text): return RankError(rank, text, shown=False, node=self.all[rank].node)
+    def _error(self, rank, text): return RankError(rank, text, shown=False, node=None if rank is None else self.all[rank].node)
 
     def _gone(self, o):
         lines = [s[:200] for s in o.tail.decode(errors='replace').splitlines()[-20:]]
