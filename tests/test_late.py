@@ -57,6 +57,16 @@ def test_workers_that_fetch_ahead(workers, size, n):
 @pytest.mark.parametrize('workers', (2,4))
 def test_workers_and_heavy_tails(workers, size, n): check(partial(loaded, workers=workers, slow=20*workers, kind=heavy), 1, size, n, most=.07)
 
+@pytest.mark.parametrize('size', (2,3,4))
+@pytest.mark.parametrize('n', (79,85,157))
+def test_one_epoch_in_which_each_fourth_step_waits(n, size):
+    "Ranks are alike in the first eight steps, whose batches were fetched while they began; every later block of steps has one that waits"
+    def own(g, size, n):
+        own = noise(g, size, n)
+        own[1,8::4] += 120
+        return own
+    check(own, 1, size, n)
+
 @sizes
 def test_workers_and_a_hiccup(size, n):
     check(lambda g,size,n: np.maximum(loaded(g, size, n, 4, 48), hiccup(g, size, n, 300)[:,1:]), 1, size, n)

@@ -17,6 +17,7 @@ __all__ = ['own_parts', 'shown_parts', 'Steps', 'Late', 'waited_for', 'find_late
 
 # %% ../../nbs/803_observe.straggler.ipynb #c34e2d27
 import numpy as np
+from math import ceil
 from dataclasses import dataclass
 from fastcore.all import *
 from ..comm.collective_log import *
@@ -69,9 +70,10 @@ def waited_for(
 _blocks = 12
 
 def _in_blocks(ms):
-    "Return the sums of `ms` over blocks of steps, in which the longest times are cut"
-    ms = np.minimum(ms, np.quantile(ms.max(0), .95, method='lower'))
-    return np.add.reduceat(ms, np.arange(0, ms.shape[1], -(-ms.shape[1]//_blocks)), 1)
+    "Return the sums of `ms` over at most 12 blocks of consecutive steps, all of nearly the same size; the longest times are cut"
+    n = ms.shape[1]
+    count = n//ceil(n/_blocks)
+    return np.add.reduceat(np.minimum(ms, np.quantile(ms.max(0), .95, method='lower')), np.arange(count)*n//count, 1)
 
 def _throughout(late, ranks, others):
     "Return whether each of `ranks` is later than the mean of `others` in nine tenths of the blocks"
