@@ -1,12 +1,14 @@
 "In shards, N ranks with batch size `bs` compute what one process computes with `N*bs`; each number of ranks is forked once, for all cases"
 import pytest,traceback
 from contextlib import nullcontext
+from tempfile import TemporaryDirectory
 from torch.utils.data import DataLoader as TorchLoader
 from accelerate.utils import FullyShardedDataParallelPlugin
 from fastcore.test import test_close,test_eq
 from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_lm_config,language_model_learner
 from fastai.vision.all import *
 from fastdist import *
+from fastdist.comm.collectives import broadcast_obj,gather_objs
 from compare import difference
 from half import halved
 from test_gradients import Penalty
@@ -142,6 +144,24 @@ def streamed(ctx, size):
     with learn.distrib_ctx(shard=True) if ctx else nullcontext(), learn.no_bar(), learn.no_logging():
         return [learn.validate(dl=TorchLoader(Stream(), o//size)) for o in (12,24)]
 
+class Uneven(TfmdDL):
+    "Its second batch has one sample"
+    def chunkify(self, b):
+        its = list(b)
+        yield from (its[:self.bs],its[self.bs:self.bs+1],its[self.bs+1:])
+
+def uneven(ctx, size, **kw):
+    "Metrics and predictions of a loader with its own batches, and how many of them are on disk"
+    learn = small(12//size)
+    dl = Uneven(data(17, 2), bs=12//size, num_workers=0)
+    with learn.distrib_ctx(**kw) if ctx else nullcontext(), learn.no_bar(), learn.no_logging(), TemporaryDirectory() as d:
+        d = Path(broadcast_obj(d) if ctx else d)
+        res = learn.validate(dl=dl),learn.get_preds(dl=dl, with_input=True, with_loss=True)
+        learn.get_preds(dl=dl, save_preds=d)
+        saved = torch.cat([torch.load(o) for o in sorted(d.iterdir(), key=lambda o: int(o.name))])
+        if ctx: gather_objs(None) # before the folder is removed
+        return *res,saved
+
 def all_cases(ctx, size, cases):
     res = {}
     for k,(f,_) in cases.items():
@@ -161,8 +181,8 @@ def check(size, cases):
             if d: wrong.setdefault(k, f'{k}: {d}')
     assert not wrong, '\n'.join(wrong.values())
 
-ways |= dict(evaluated=(evaluated,1e-5), shown=(shown,1e-5), streamed=(streamed,1e-5))
-few = 'evaluated shown streamed norm window tuned few steps'.split()
+ways |= dict(evaluated=(evaluated,1e-5), shown=(shown,1e-5), streamed=(streamed,1e-5), uneven=(partial(uneven, shard=True),1e-5))
+few = 'evaluated shown streamed uneven norm window tuned few steps'.split()
 
 @pytest.mark.slow
 @pytest.mark.parametrize('size', (2,3))
@@ -173,6 +193,9 @@ def test_the_law(size):
 def test_four_ranks(): check(4, {k:ways[k] for k in few}|{k:optimizers[k] for k in ('sgd','adam','larc','lamb')})
 
 def test_optimizers(): check(3, optimizers)
+
+@pytest.mark.parametrize('size', (2,3))
+def test_replicas_of_uneven_batches(size): check(size, dict(uneven=(uneven,1e-5)))
 
 # What a forward pass or a callback writes to weights, as a momentum encoder's
 

@@ -30,7 +30,7 @@ class Division:
     rank:int # This rank
     size:int # Number of ranks
     slicing:bool=True # Whether a rank has a slice of each global batch; one contiguous block otherwise
-    pad:bool=True # Whether a rank without a part of the last global batch gets its first sample
+    pad:bool=True # Whether a rank without a part of the last global batch gets its first sample; in a stream each does
     alone:bool=False # Whether one process makes the batches just as the loader itself does
     seeded:bool=False # Whether the random numbers of each sample come from its position in the global order
 
@@ -138,9 +138,9 @@ class StreamDeal(Deal):
         return lambda m: np.arange(*self.slice_of(m, rank))
 
     def slice_of(self, m, rank=None):
-        "Return first position and end of this rank, or of `rank`, among `m` samples of a global batch"
+        "Return first position and end of this rank, or of `rank`, among `m` samples of a global batch; the first one for a rank that has none"
         lo,hi = part(m, ifnone(rank, self.ranks.rank), self.ranks.size)
-        return (0,1) if lo==hi and m and self.ranks.pad else (lo,hi)
+        return (0,1) if lo==hi and m else (lo,hi)
 
     def n_steps(self):
         "Return the number of global batches read so far"

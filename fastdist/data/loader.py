@@ -245,7 +245,7 @@ class StepDL(DistributedDL):
         return res
 
 class EvalDL(StepDL):
-    "`DistributedDL` for evaluation: slices of each global batch without padding; a rank may have fewer batches than others, or none"
+    "`DistributedDL` for evaluation: slices of each global batch without padding, but for streams; a rank may have fewer batches than others, or none"
     pad = False
 
 # %% ../../nbs/207_data.loader.ipynb #0e93a957

@@ -413,7 +413,7 @@ class Stream(FastaiSource):
         return it if self.own_batches else counted(it, p)
 
     def create_batches(self, samps):
-        "Yield for each global batch of `samps` its size, a digest of its first sample, and this rank's slice (`None` if empty)"
+        "Yield for each global batch of `samps` its size, a digest of its first sample, and this rank's slice"
         return self.maker.create_batches(samps) if self.own_batches else self.lone(samps) if self.alone else self.sliced(samps)
 
     def lone(self, samps):
@@ -431,7 +431,7 @@ class Stream(FastaiSource):
             its = map(self._transformed, mine) if self.seeds is None else self.seeds.within('item').read(Placed(mine, pos+k*self.deal.g, k), self._transformed)
             b = [x for x in its if x is not None]
             if len(b)<len(mine): raise skipped(len(mine)-len(b), mine)
-            yield len(raw),items_digest(raw[:1]),self._batch(b, pos, len(raw)) if b else None
+            yield len(raw),items_digest(raw[:1]),self._batch(b, pos, len(raw))
 
     def _batch(self, b, pos, m):
         "Return the batch of the items `b`, at the positions `pos` among `m`; with a seed what is drawn for it is drawn for all of them"
@@ -464,11 +464,11 @@ def counted(
     it, # Iterator over global batches: size, digest of the first sample, this rank's slice
     p:Pass # The pass, whose `StreamDeal` counts them
 ):
-    "Yield the slices of `it` that are not empty, and count all"
+    "Yield the slices of `it`, and count them"
     for m,first,b in it:
         if p.joint and not p.deal.read: _compare_streams(first)
         p.deal.count(m)
-        if b is not None: yield b
+        yield b
     if p.joint and not p.deal.read: _compare_streams(None)
 
 def _compare_streams(first):
@@ -537,13 +537,13 @@ class Whole:
             yield b
 
     def _rows(self, p):
-        "Yield for each batch of all ranks its rows, a digest of the first, and this rank's rows (`None` if empty)"
+        "Yield for each batch of all ranks its rows, a digest of the first, and this rank's rows"
         d,its = self.deal,self._batches()
         for b in drawn_alike(its, d.ranks.rank, self.dl) if p.joint else its:
             m = n_rows(b, d.g)
             if d.ranks.size>1 and m is None: raise other_rows(f'{self.ways[0]} of {self.sequence}')
             lo,hi = d.slice_of(m or 1)
-            mine = b if d.ranks.size==1 else slice_rows(b, m, slice(lo, hi)) if lo<hi else None
+            mine = b if d.ranks.size==1 else slice_rows(b, m, slice(lo, hi))
             yield m or 1,None if p.deal.read else items_digest([b]),mine
 
     def open(self, p, idxs):

@@ -250,7 +250,7 @@ class TorchAsIs(TorchSource):
 
 # %% ../../nbs/206_data.torch_loader.ipynb #66472f98
 class Slices(IterableDataset):
-    "Data set of a torch loader's stream: for each global batch its size, a digest of its first sample, and this rank's slice (`None` if empty)"
+    "Data set of a torch loader's stream: for each global batch its size, a digest of its first sample, and this rank's slice"
     def __init__(self,
         dl, # torch `DataLoader`
         deal:StreamDeal # Slices of each global batch
@@ -271,7 +271,7 @@ class Slices(IterableDataset):
         chunks,at = chunked(self.dataset if self.seeds is None else self._seeded(), d.g, d.drop_last),d.slicer(rank)
         for raw in drawn_alike(chunks, rank) if self.joint and self.seeds is None else chunks:
             b = pick(raw, at(len(raw)))
-            yield len(raw),items_digest(raw[:1]),self.collate(b if d.bs else b[0]) if b else None
+            yield len(raw),items_digest(raw[:1]),self.collate(b if d.bs else b[0])
 
 # %% ../../nbs/206_data.torch_loader.ipynb #0cb7b5b8
 class InitWorker:

@@ -86,8 +86,11 @@ def in_turn(
     return [o[k] for k in range(max(map(len, cut))) for o in cut if k<len(o)]
 
 def _cut(p, s):
-    ends = list(itertools.accumulate(s)) if len(p)==sum(s) else range(1, len(s)+1) if len(p)==len(s) else None
+    each = next((ns for ns in (s,[int(n>0) for n in s]) if sum(ns)==len(p)), None) # an item for each sample, or for each batch with samples
+    ends = None if each is None else list(itertools.accumulate(each))
     return None if ends is None else [p[a:b] for a,b in zip([0,*ends], ends)]
+
+def _n_steps(s): return max((k for k,n in enumerate(s, 1) if n), default=0)
 
 # %% ../../nbs/303_evaluate.merge.ipynb #7ae1516b
 def is_number(
@@ -116,7 +119,7 @@ def merge(
     how:str='sum' # For numbers and tensors: 'sum' of the differences from `zero`, 'rows' to concatenate, 'max', 'min', or the 'last' value
 ):
     "Return one value from `parts`; concatenate lists that start empty, unite sets, merge other lists, dicts and objects item by item"
-    if how=='last' or len(parts)==1: return parts[max(range(len(parts)), key=lambda i: (len(sizes[i]),i))]
+    if how=='last' or len(parts)==1: return parts[max(range(len(parts)), key=lambda i: (_n_steps(sizes[i]),i))]
     if all(p is None for p in parts) or zero is not None and all(equal_values(p, zero) for p in parts): return parts[0]
     if all(map(is_number, parts)): return _merge_nums(zero, parts, how, sizes)
     if all(isinstance(p, list) for p in parts):

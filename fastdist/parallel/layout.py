@@ -13,7 +13,7 @@ Here one interface, `Layout`, is all that others see. The trainer and the callba
 | `step`, `forward`, `backward`, `reduce` | called in each batch, in this order: gradients and a few numbers become those of all ranks |
 | `drop` | DDP forgets a forward pass after which it waits |
 | `orders`, `settle` | ranks add gradients in the order in which they did before the run was interrupted |
-| `evaluation`, `idle` | all ranks, or none, take part in a batch that is evaluated |
+| `evaluation` | all ranks take part in a batch that is evaluated |
 | `trial` | a few samples run through the model, whole and in parts |
 | `enter`, `renew`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
 | `give_up` | a pass that an error has ended is forgotten |
@@ -225,11 +225,9 @@ class Layout:
 
     def check_step(self): "Raise `RuntimeError` if the optimizer would not find gradients that were not made by a backward pass; called before its step"
 
-    def evaluation(self, short=False):
-        "Return a context manager for one batch that is evaluated; `short`: whether some ranks have no samples of it, and call `idle` meanwhile"
+    def evaluation(self):
+        "Return a context manager for one batch that is evaluated"
         return nullcontext()
-
-    def idle(self): "Take part in the forward pass of a batch that other ranks evaluate; return whether there was one"
 
     def rest(self): "Free what forward passes have gathered; called between the phases of an epoch"
 

@@ -180,8 +180,7 @@ class DrawTrials:
     def try_model(self):
         "Try the model if it is another than the last one"
         learn,model,gathers = self.learn,own_model(self.learn),self.layout.gathers
-        comes = learn.training or not gathers # in an evaluation some ranks may have no batch
-        if self.model is model or not comes or not any(m.training for m in model.modules()): return
+        if self.model is model or not any(m.training for m in model.modules()): return
         self.model = model
         with self.draws.aside(): self.knows_model = look_at(self.draws, model, self.layout.trial if gathers else CopyTrial, learn.xb, find_bs(learn.xb))
         self.draws.patterns.begin()

@@ -35,7 +35,7 @@ class ForwardPasses:
         reshards=True # Whether a unit is freed after its forward pass
     ):
         self.models,self.alone,self.reshards = models,alone,reshards
-        self.free,self.telling,self.serves = False,False,False # whether the batch's own pass is to come; whether ranks without samples are told of it, also after it
+        self.free,self.telling = False,False # whether the batch's own pass is to come; whether ranks on which a trial has failed are told of its units
         self.opener,self.stack = None,ExitStack() # what began the pass that runs
 
     def end(self):
@@ -66,53 +66,43 @@ class ForwardPasses:
     def after(self, shards, i):
         "End the pass, if unit `i` began it; free what it gathered where no backward pass will come"
         if self.opener!=(shards,i): return
-        if self.telling and not self.serves: self._end_telling()
         other = bool(self.stack._exit_callbacks)
         self.end()
         if other and not torch.is_grad_enabled(): shards.rest()
 
     def _tell(self, n):
-        "Return the number of the unit that ranks with samples are about to gather, 0 after the last; they give it as `n`, other ranks 0"
+        "Return the number of the unit that ranks in a trial are about to gather, 0 after the last; they give it as `n`, other ranks 0"
         digits = range(0, len(self.units()).bit_length(), 8) # a vote has 8 bits
         return sum(control_connection().votes.agree(n>>k&255, 'a unit of the model in shards')<<k for k in digits)
 
-    def _end_telling(self):
-        self._tell(0)
-        self.telling = False
-
     @contextmanager
-    def batch(self,
-        short=False # Whether ranks without samples are told of each unit
-    ):
+    def batch(self):
         "Return a context manager for one batch, whose first forward pass all ranks make"
-        was,self.free,self.telling = self.free,True,short
-        try:
-            yield
-            if self.telling: self._end_telling()
-        finally: self.free,self.telling = was,False
+        was,self.free = self.free,True
+        try: yield
+        finally: self.free = was
 
-    def idle(self)->bool: # Whether there was a pass
+    def _serve(self):
         "Gather what the forward pass of other ranks gathers, unit by unit"
-        some,units = False,self.units()
+        units = self.units()
         while n := self._tell(0):
-            some,(s,i) = True,units[n-1]
+            s,i = units[n-1]
             s.parts[i].unshard()
             if i<len(s.parts)-1 and self.reshards: s.parts[i].reshard()
-        return some
 
     @contextmanager
     def tried(self):
         "Return a context manager for a pass that all ranks make, without a backward pass; where it fails, the rank takes part in those of the others, and raises its error"
-        was,self.free,self.telling,self.serves = (self.free,self.telling),True,True,True
+        was,self.free,self.telling = self.free,True,True
         try: yield
         except Exception:
             self.end()
             self.models.give_up()
             raise
         finally:
-            self.idle()
+            self._serve()
             self.models.rest()
-            (self.free,self.telling),self.serves = was,False
+            self.free,self.telling = was,False
 
 # %% ../../nbs/606_shard.forward_sync.ipynb #2a6d2b9f
 _alone = ('You let rank 0 alone use a model in shards, and a forward pass needs the shards of all ranks. HINT: a callback without rank0_only, or shard=False')

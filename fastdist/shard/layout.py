@@ -193,13 +193,9 @@ class Sharded(Layout):
             steps[1] += 1
         return step
 
-    def evaluation(self, short=False):
-        "Return a context manager for one batch, whose first forward pass all ranks make; if `short`, each unit is told to the ranks in `idle`"
-        return self.passes.batch(short)
-
-    def idle(self):
-        "Gather what the forward pass of other ranks gathers; return whether there was one"
-        return self.passes.idle()
+    def evaluation(self):
+        "Return a context manager for one batch, whose first forward pass all ranks make"
+        return self.passes.batch()
 
     def trial(self, model):
         "Return what runs the forward pass of `model` on all ranks for a trial"

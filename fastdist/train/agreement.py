@@ -24,7 +24,6 @@ class Agreement:
         events:Events, # Who is called
         job, # `Job`, with the control connection where there are several ranks
         phases, # The Learner's `Phases`
-        layout, # `Layout` of its parameters
         passes, # `BackwardPasses`, which find out how a loss reduces
         evaluate # The callback that evaluates
     ):
@@ -89,16 +88,11 @@ class Agreement:
         name:str='a vote' # For messages
     ):
         "Raise on all ranks what one of them cancels by; do nothing where nobody does"
-        what = type(mine) if self.job.line.faults.failed or not self._in_step() else vote(self.job.line.votes, mine, name)
+        what = type(mine) if self.job.line.faults.failed else vote(self.job.line.votes, mine, name)
         if what in (None,type(None)): return
         res = mine if isinstance(mine, what) else what()
         res.agreed = True
         raise res
-
-    def _in_step(self):
-        "Return whether ranks have the same batches: an evaluation of unknown length may end earlier on some"
-        ph = self.phases.running
-        return self.learn.training or ph is None or ph.dl is None or ph.dl.n is not None
 
     def to_the_end(self,
         all_batches:callable # Goes over this rank's batches
@@ -108,14 +102,11 @@ class Agreement:
         ph = self.phases.current
         if ph is None or ph.dl is None: return
         for _ in range(ph.dl.n_steps()-len(ph.sizes)): self._without_batch()
-        while _is_open(ph.dl) and self._idle(): pass
 
     def _without_batch(self):
         "Take part in a batch of the others"
         try:
-            self._without('before_batch')
-            self._idle()
-            for o in ('after_pred','after_loss'): self._without(o)
+            for o in ('before_batch','after_pred','after_loss'): self._without(o)
         except CancelBatchException: self._without('after_cancel_batch')
         self._without('after_batch')
 
@@ -123,17 +114,3 @@ class Agreement:
         for cb,votes,_ in self.events.of(event_name):
             if cb is self.evaluate and event_name=='after_batch': cb.catch_up()
             if votes: self.vote(None, f'a vote after {type(cb).__name__}.{event_name}')
-
-    def is_short(self,
-        mine:bool=True # Whether this rank has some
-    )->bool:
-        "Return whether some rank has no samples of this batch; where nobody knows beforehand, ranks vote, and this one says `mine`"
-        ph = self.phases.current
-        if not self.layout.gathers or ph is None or ph.dl is None: return False
-        if _is_open(ph.dl): return self.job.line.votes.agree(1 if mine else 2, 'a batch of a loader that ends when it ends')==2
-        return not mine or ph.dl.total(self.learn.iter)<self.phases.size
-
-    def _idle(self): return self.layout.gathers and self.is_short(False) and self.layout.idle()
-
-# %% ../../nbs/702_train.agreement.ipynb #a4326f48
-def _is_open(dl): return dl.n is None or not dl.source.indexed

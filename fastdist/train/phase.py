@@ -32,7 +32,7 @@ class Phase:
     "One pass over a loader, in training or in evaluation"
     dl:DistributedDL=None # This rank's share; `None` where each rank goes over all of the loader
     recorder:Recorder=None # The Learner's, where it has one
-    sizes:list=field(default_factory=list) # Samples in each of this rank's batches so far
+    sizes:list=field(default_factory=list) # Samples in each of this rank's batches so far, of those that count
     losses:list=field(default_factory=list) # Of these batches `(numerator, denominator, samples)`, where the loss is no mean over samples
     rows:list=field(default_factory=list) # Of these batches `rows_now`, where a callback collects predictions
     whole:list=None # Metrics that are shown whole batches; `None` before the first batch
@@ -63,6 +63,7 @@ class Phases:
         world:World, # This process's world
         split=False, # Whether a batch of the user's loader is split among ranks, instead of one for each
         alone:callable=lambda: False, # Returns whether rank 0 evaluates on its own
+        padded:bool=False, # Whether all ranks make the same steps in an evaluation too, one without samples with a sample that counts for nothing
         seeding=None # The `Seeding` of a job with a seed, in which one process goes over a share too
     ):
         store_attr()
@@ -152,12 +153,15 @@ class Phases:
         try: yield
         finally: del self.open[depth:]
 
-    def start(self,
-        cls:type # As for `share`
-    )->Phase:
+    @property
+    def kind(self):
+        "Class of the shares that phases go over now"
+        return StepDL if self.learn.training or self.padded else EvalDL
+
+    def start(self)->Phase:
         "Open a phase over this rank's share of `learn.dl`"
         self.show()
-        dl,rec = self.share(self.learn.dl, cls),getattr(self.learn, 'recorder', None)
+        dl,rec = self.share(self.learn.dl, self.kind),getattr(self.learn, 'recorder', None)
         shared = isinstance(dl, DistributedDL) and self.size>1
         self.open[-1:] = [Phase(dl if shared else None, rec)]
         if shared: dl.in_step = True
@@ -171,7 +175,7 @@ class Phases:
         "Call `f`; a loader that a callback has put into `learn.dl` is replaced by its share before"
         dl,ph = self.learn.dl,self.running
         if ph and dl is not ph.dl and isinstance(dl, (DataLoader,TorchLoader)):
-            ph.dl = self.learn.dl = self.share(dl, StepDL if self.learn.training else EvalDL)
+            ph.dl = self.learn.dl = self.share(dl, self.kind)
             ph.dl.in_step = True
         if ph and ph.dl is not None and ph.dl.in_step and isinstance(dl, (list,tuple)): ph.dl = None
         f()

@@ -160,7 +160,7 @@ def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
     self._events = Events(learn, w.rank, job.line)
     self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False, device=w.device if plan and plan.offload else None)
-    self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
+    self.phases = Phases(learn, w, self.split, lambda: self._events.alone, padded=plan is not None)
     self._events.replaced = self.phases.show
     self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
     if self.seed is not None:
@@ -170,7 +170,7 @@ def _make_parts(self:DistributedTrainer, w, plan):
     batch = CurrentBatch(self.phases, Reduction(learn, w))
     parts = dict(phases=self.phases, batch=batch)
     self.gradients,self.evaluate = GlobalGradients(job.live.sync_each, layout=self.layout, **parts),Evaluate(reduction=batch.reduction, **parts)
-    self.agreement = Agreement(self._events, job, self.phases, self.layout, self.gradients.passes, self.evaluate)
+    self.agreement = Agreement(self._events, job, self.phases, self.gradients.passes, self.evaluate)
     self.held = Held(learn, w.rank, (self._events.skips,_decided), (Samples(learn),_read))
     job.help(self.gradients, self.gradients.passes.numbers.losses, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.gradients.window))
@@ -275,7 +275,7 @@ def unwrap(self:DistributedTrainer):
     self.lists = return_lists(self.lists) and None
     self.phases.reset()
     self.layout.forget()
-    for m in self.learn.metrics: vars(m).pop('accumulate', None)
+    self.evaluate.end()
 
 # %% ../../nbs/709_train.trainer.ipynb #84d4eb99
 _of_step = frozenset(['batch','backward','step'])
@@ -381,12 +381,12 @@ def _on_lr_find(self:DistributedTrainer, *args, **kwargs):
 @patch
 def before_train(self:DistributedTrainer):
     "Open a phase over this rank's share of the training loader"
-    self.phases.start(StepDL)
+    self.phases.start()
 
 @patch
 def before_validate(self:DistributedTrainer):
     "Open a phase over this rank's share of the loader that is evaluated"
-    self.phases.start(EvalDL)
+    self.phases.start()
 
 # %% ../../nbs/709_train.trainer.ipynb #28cdcc41
 @patch
@@ -399,11 +399,9 @@ DistributedTrainer.after_validate = DistributedTrainer.after_train
 # %% ../../nbs/709_train.trainer.ipynb #20f34227
 @patch
 def _on_batch(self:DistributedTrainer, do_one_batch):
-    training = self._learner.training
     run = partial(super(DistributedTrainer, self)._on_batch, do_one_batch)
-    if training and self._through is not None: self.gradients.run_batch(run)
-    else:
-        with self.layout.evaluation(not training and self.agreement.is_short()): run()
+    if self._learner.training and self._through is not None: return self.gradients.run_batch(run)
+    with self.layout.evaluation(): run()
 
 @patch
 def _goes_through(self:DistributedTrainer): return self.learn.training and not self.layout.bare
