@@ -106,6 +106,15 @@ class Patterns:
         self.others |= {*patterns}
         self.changed()
 
+    def found(self):
+        "Return what trials have shown, for `take` of another rank"
+        return self.model,self.unclear,self.others
+
+    def take(self, model, unclear, others):
+        "Have what trials have shown on another rank"
+        self.model,self.unclear,self.others = model,unclear,others|self.others
+        self.changed()
+
     def in_no_order(self):
         "Return a context manager for draws that are not the model's"
         return lent(self, left=_none)

@@ -15,7 +15,7 @@ for the last four. What becomes of the first five then is another thing only whe
 
 # %% auto #0
 __all__ = ['repeated', 'kept_own', 'own_states', 'recorded', 'learn_draws', 'check_own_numbers', 'model_copy', 'CopyTrial',
-           'look_at', 'try_function']
+           'on_copies', 'look_at', 'try_function']
 
 # %% ../../nbs/313_evaluate.drawn.ipynb #01490c79
 import io,pickle,random,torch
@@ -156,6 +156,13 @@ class CopyTrial:
         "Return `module_outputs` of a copy"
         with redirect_stdout(io.StringIO()): return module_outputs(model_copy(self.model), xb, training)
 
+def on_copies(
+    model:nn.Module, # On this rank alone
+    f:callable # Called with a `CopyTrial`
+):
+    "Return what `f` returns"
+    return f(CopyTrial(model))
+
 # %% ../../nbs/313_evaluate.drawn.ipynb #35640952
 def _training(model):
     "Put a copy of the model into training mode, but for norms"
@@ -165,17 +172,18 @@ def _training(model):
 def look_at(
     draws:StepDraws, # Installed
     model:nn.Module, # About to be trained, or evaluated
-    trial:callable, # Returns what runs a trial of `model`, as `CopyTrial`
+    probe:callable, # Called with `model` and with a function of what runs it, as `CopyTrial`; returns what that returns
     xb:tuple, # Inputs of a batch
     n:int # Its rows
 )->bool: # `False` where the model cannot be tried, so that shapes alone tell
     "Note how `model` draws, and the shapes of its weights"
     draws.patterns.forget_model()
     draws.patterns.weights = {tuple(t.shape) for t in (*model.parameters(),*model.buffers())}
-    try:
-        run = trial(model).run
-        f = lambda b: run(b, _training)[''][-1]
+    def found(trial):
+        f = lambda b: trial.run(b, _training)[''][-1]
         if learn_draws(draws, f, xb, n, 'the model', model=True): check_own_numbers(draws, f, xb, n, 'the model', mixes=True)
+        return draws.patterns.found()
+    try: draws.patterns.take(*probe(model, found)) # which may be another rank's
     except Exception as e:
         if isinstance(e, (RankError,SeedError)) or is_broken(e): raise
         return False

@@ -14,7 +14,7 @@ Here one interface, `Layout`, is all that others see. The trainer and the callba
 | `drop` | DDP forgets a forward pass after which it waits |
 | `orders`, `settle` | ranks add gradients in the order in which they did before the run was interrupted |
 | `evaluation` | all ranks take part in a batch that is evaluated |
-| `trial` | a few samples run through the model, whole and in parts |
+| `probe` | a few samples run through the model, whole and in parts |
 | `enter`, `renew`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
 | `give_up` | a pass that an error has ended is forgotten |
 | `compare` | an error is raised unless all ranks hold what they should |
@@ -231,11 +231,12 @@ class Layout:
 
     def rest(self): "Free what forward passes have gathered; called between the phases of an epoch"
 
-    def trial(self,
-        model:nn.Module # Trained now
-    ): # For `first_mixing`
-        "Return what runs the forward pass of `model` for a trial; raise an error where it cannot be tried"
-        return LoneTrial(model)
+    def probe(self,
+        model:nn.Module, # Trained now
+        f:callable # Called with what runs the forward pass of `model`, as for `first_mixing`
+    ):
+        "Return what `f` returns; raise an error where `model` cannot be probed"
+        return f(LoneTrial(model))
 
     def orders(self)->list: # For each wrapper that has exchanged gradients its parameters' names; to be saved
         "Return the orders in which gradients are exchanged; all ranks call it, after a step of the optimizer"

@@ -179,10 +179,11 @@ class DrawTrials:
 
     def try_model(self):
         "Try the model if it is another than the last one"
-        learn,model,gathers = self.learn,own_model(self.learn),self.layout.gathers
+        learn,model = self.learn,own_model(self.learn)
+        probe = self.layout.probe if self.layout.gathers else on_copies
         if self.model is model or not any(m.training for m in model.modules()): return
         self.model = model
-        with self.draws.aside(): self.knows_model = look_at(self.draws, model, self.layout.trial if gathers else CopyTrial, learn.xb, find_bs(learn.xb))
+        with self.draws.aside(): self.knows_model = look_at(self.draws, model, probe, learn.xb, find_bs(learn.xb))
         self.draws.patterns.begin()
 
     def try_transforms(self, tfms, b, own):

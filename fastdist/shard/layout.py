@@ -113,7 +113,7 @@ class Sharded(Layout):
         alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
         self.job,self.plan,self.exchanges,self.models = job,plan.on(job.world),job.line.votes.exchanges,ShardedModels()
-        self.passes,opts = ForwardPasses(self.models, alone, self.plan.reshard is not False),OptimizerShards(self.models)
+        self.passes,opts = ForwardPasses(self.models, alone),OptimizerShards(self.models)
         self.sharder,self.unsharder = Sharder(job, self.plan, self.models, opts, self.passes),Unsharder(job, self.models, opts)
         self.files,self.norms,self.alone = ShardFiles(self.unsharder),Norms(sync_bn),alone
         self.wrappers,self.mixing,self.numbers = Wrappers(lambda t: self.models[t.model]),ExitStack(),ExitStack()
@@ -197,10 +197,10 @@ class Sharded(Layout):
         "Return a context manager for one batch, whose first forward pass all ranks make"
         return self.passes.batch()
 
-    def trial(self, model):
-        "Return what runs the forward pass of `model` on all ranks for a trial"
+    def probe(self, model, f):
+        "Return on all ranks what `f` returns on rank 0, called with what runs `model` itself; the others serve it"
         if self.models.unsynced(): raise ValueError('gradients wait for an exchange')
-        return ShardTrial(model, self.passes, self.job.world.rank)
+        return self.passes.on_rank0(lambda: f(ShardProbe(model, self.models)))
 
     def forward(self, *args, **kwargs):
         "Call the model, and note whether gradients are exchanged after it"

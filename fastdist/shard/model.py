@@ -254,9 +254,16 @@ def set_unsynced(self:Shards,
 
 # %% ../../nbs/604_shard.model.ipynb #42dbba98
 @patch
+def is_gathered(self:Shards,
+    i:int # Number of a unit
+)->bool:
+    "Return whether all parameters of unit `i` are whole"
+    return all(g.is_unsharded for g in _own_groups(fully_shard.state(self.parts[i])))
+
+@patch
 def gather_again(self:Shards):
     "Gather all units if a gradient of a gradient needs them: a pass over the outputs of the forward pass was made, and has freed what it gathered"
-    if all(g.is_unsharded for g in _own_groups(fully_shard.state(self.model))): return
+    if self.is_gathered(-1): return
     for m in self.parts: m.unshard()
 
 # %% ../../nbs/604_shard.model.ipynb #0e6fd467

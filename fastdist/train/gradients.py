@@ -419,7 +419,7 @@ def _name_mixing(model, phases, layout, empty):
     "Name on rank 0 the first module of `model` and the first batch transform that mix samples, and hooks that see one rank's gradient and are not linear"
     learn,lone = phases.learn,phases.world.rank or empty
     if phases.size==1 or lone and not layout.gathers: return
-    try: found = first_mixing(layout.trial(model), learn.xb)
+    try: found = layout.probe(model, lambda probe: first_mixing(probe, learn.xb))
     except Exception as e:
         if isinstance(e, RankError) or is_broken(e): raise
         found = None # nothing can be told without side effects: the audit can
