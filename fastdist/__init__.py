@@ -90,7 +90,7 @@ Modules:
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.shard.files`: Whole tensors of a file, read into shards
 - `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
-- `fastdist.shard.fsdp_private`: Hooks, attributes and classes that FSDP adds, known by where they are from, and the hooks of users that it does not see
+- `fastdist.shard.fsdp_private`: What FSDP adds to modules, to be taken off again, and what a unit does besides
 - `fastdist.shard.layout`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
 - `fastdist.shard.model`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.shard.optimizer`: An optimizer steps the shards of the parameters that it was made for

@@ -119,11 +119,11 @@ def _is_seen(mods, v):
     own = getattr(v, '__self__', None)
     return isinstance(v, nn.Parameter) or hasattr(v, '_local_tensor') or isinstance(own, nn.Module) and own in mods
 
-def _own(mods):
-    "Return for each of `mods` the attributes that are neither torch's nor FSDP's"
-    torchs = {*vars(nn.Module()),*fsdp_attrs}-{'training'}
+def _own(shards, mods):
+    "Return for each of `mods` the attributes that are neither torch's nor those that `shards` has added"
+    others = [({*vars(nn.Module())}-{'training'}).union(*(o.names(m) for o in shards.added)) for m in mods]
     states = [m.__reduce_ex__(2)[2] for m in mods]
-    return [{k:v for k,v in s.items() if k in vars(m) and k not in torchs and not is_fsdp(v) and not _is_seen({*mods}, v)} for m,s in zip(mods, states)]
+    return [{k:v for k,v in s.items() if k in vars(m) and k not in ks and not _is_seen({*mods}, v)} for m,s,ks in zip(mods, states, others)]
 
 class ShardProbe:
     "Probe of a model in shards, whose modules hold copies of what is theirs in each run"
@@ -133,7 +133,8 @@ class ShardProbe:
     ):
         models.rest()
         self.model,self.models,self.modules = model,models,[*model.modules()]
-        self.copies = lone_copies([_own(self.modules), *{c:None for m in self.modules for c in type(m).__mro__ if not c.__module__.startswith('torch.distributed')}])
+        classes = {c for m in self.modules for c in type(m).__mro__ if not c.__module__.startswith('torch.distributed')}
+        self.copies = lone_copies([_own(models[model], self.modules), *classes])
 
     def agreed(self, found):
         "Return what `found` returns"

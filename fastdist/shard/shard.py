@@ -163,6 +163,9 @@ class Sharder:
 
     def _attend(self, shards):
         "Let `shards` read whole tensors; see forward passes of the model, and calls of its `reset`"
+        with shards.noted(): self._add_hooks(shards)
+
+    def _add_hooks(self, shards):
         read_whole(shards)
         if self.plan.full_state: give_whole(shards.model)
         shards.model.register_state_dict_pre_hook(_says_broken(self.job.line))
