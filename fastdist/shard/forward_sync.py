@@ -25,7 +25,7 @@ from ..comm.collectives import *
 from ..comm.draws import *
 from ..evaluate.mixing import *
 from ..parallel.backward import *
-from .fsdp_private import *
+from .wrap_policy import *
 from .model import *
 
 # %% ../../nbs/606_shard.forward_sync.ipynb #b71046f7
@@ -147,20 +147,10 @@ class ShardProbe:
     @contextmanager
     def _on_copies(self):
         rows = [local(p.detach()) for p in self.model.parameters()]
-        weights,attrs = [t.clone() for t in rows],[dict(vars(m)) for m in self.modules]
-        inner = [(d,dict(d)) for m in self.modules for d in (m._parameters,m._buffers)]
-        for m,(held,buffers) in zip(self.modules, self._copied()):
-            vars(m).update(held)
-            m._buffers.update(buffers)
-        try: yield
-        finally:
-            self.models.rest()
-            for d,was in (*zip(map(vars, self.modules), attrs),*inner):
-                d.clear()
-                d.update(was)
-            for t,v in zip(rows, weights): t.copy_(v)
-
-    def _copied(self):
-        "Return for each module copies of its attributes and buffers"
-        buffers = [{k:v if v is None else v.detach().clone() for k,v in m._buffers.items()} for m in self.modules]
-        return zip(self.copies()[0], buffers)
+        was = [t.clone() for t in rows]
+        with ModuleState(self.model):
+            for m,held in zip(self.modules, self.copies()[0]): vars(m).update(held)
+            try: yield
+            finally:
+                self.models.rest()
+                for t,v in zip(rows, was): t.copy_(v)
