@@ -1,128 +1,73 @@
-"The control connection with many ranks on one machine: seconds, and bytes at rank 0, of a start, votes, errors, a wait, the end and a kill: `python benchmarks/control.py --help`"
-import json,os,signal,socket,struct,time,traceback
+"The job's store with many ranks on one machine: seconds of a start, a vote, an error on one rank and on all, the end, and a kill: `python benchmarks/control.py --help`"
+import json,os,signal,time,traceback
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from fastcore.all import call_parse
-from fastdist.comm.relay import NodeRelays
-from fastdist.comm.vote import voting_connection
-from fastdist.comm.vote import Notes
-from fastdist.comm.watchdog import Watchdog
-from fastdist.job.fork import RankError
+from fastdist.base.errors import RankError
+from fastdist.comm.job import Job
 from fastdist.job.world import World
 
-def traffic(line):
-    "Bytes that rank 0 has sent and received over the connections that are open now, as the kernel counts them"
-    socks = [o.sock for o in (*line.lines.values(), *line.vote_lines.values())]
-    return sum(sum(struct.unpack_from('QQ', o.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 120)) for o in socks) if line.rank==0 else 0
+def timed(f):
+    start = time.monotonic()
+    f()
+    return time.monotonic()-start
 
-def deep(n):
-    "Fail with a traceback as long as a user's; Python shortens that of a function which calls itself"
-    if n: return deeper(n-1)
-    raise ValueError('a broken file')
+def vote(job): return median([timed(lambda: job.agree('a vote')) for _ in range(30)])
 
-def deeper(n): return deep(n)
+def error(job, who):
+    "Return the seconds until this rank has the error of those in `who`, and all have resumed"
+    def fails():
+        job.interrupt.enable()
+        try:
+            if job.rank in who: raise ValueError('a broken file')
+            time.sleep(60)
+        except ValueError as e: job.fail(e)
+        except RankError: pass
+    return timed(fails),timed(job.renew)
 
-def fails(line, who):
-    "Return when this rank, in `who`, failed, or when it heard of it"
-    try:
-        line.faults.arm()
-        if line.rank not in who: time.sleep(60)
-        at = time.monotonic()
-        deep(30)
-    except RankError: at = time.monotonic()
-    except ValueError as e: line.faults.failed_here(e)
-    return at
+def whole(job, size, at):
+    res = dict(start=time.monotonic()-at, vote=vote(job), error=error(job, {size-1}), errors=error(job, range(size)))
+    end = timed(job.leave)
+    return res|dict(end=end)
 
-def votes(line, n=30):
-    res = []
-    for _ in range(n):
-        start = time.perf_counter()
-        line.votes.agree(0)
-        res.append(time.perf_counter()-start)
-    return median(res)
+def killed(job, size, at):
+    "The last rank is killed; return the seconds until the others have its error"
+    job.interrupt.enable()
+    job.meet()
+    if job.rank==size-1: os.kill(os.getpid(), signal.SIGKILL)
+    try: return timed(lambda: time.sleep(60))
+    except RankError: return time.monotonic()-at
 
-def waits(line, secs=5):
-    "Return the processor time of rank 0 while all wait for the last rank"
-    start = time.process_time()
-    if line.rank==line.world.size-1: time.sleep(secs)
-    line.votes.agree(0)
-    return time.process_time()-start
-
-def stage(line, f):
-    "Return what `f` returns on this rank, the seconds until all have met after it, and rank 0's bytes"
-    before,start = traffic(line),time.monotonic()
-    res = f(line)
-    if line.faults.failed or line.faults.trouble: line.faults.renew()
-    else: line.votes.meet()
-    took,line.faults.armed = time.monotonic()-start,False # what the next stage does to others is heard in it
-    res = res,took,traffic(line)-before
-    line.votes.meet() # none closes before rank 0 has counted
-    return res
-
-def whole(line, size):
-    "All that a job can outlive"
-    line.faults.renew()
-    stages = dict(vote=votes, wait=waits, error=lambda o: fails(o, {size-1}), errors=lambda o: fails(o, range(size)))
-    return {k:stage(line, f) for k,f in stages.items()}
-
-def killed(line, size):
-    "The last rank is killed; return when the others hear of it"
-    line.faults.renew()
-    at = time.monotonic()
-    if line.rank==size-1:
-        Path('killed').write_text(str(at))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return dict(kill=fails(line, ()))
-
-def be_rank(rank, size, local, job, gate):
+def be_rank(f, rank, size, out, gate):
     os.read(gate, 1)
-    start,cpu = time.monotonic(),time.process_time()
-    world = World(rank, size, rank%local, local, rank//local, size//local, master_addr='127.0.0.1')
-    line = voting_connection(world, patience=60, topology=NodeRelays).add(Notes,Watchdog)
-    line.topology.most = 0
-    line.open(120)
-    res = dict(start=(None, time.monotonic()-start, traffic(line)), memory=int(Path('/proc/self/statm').read_text().split()[1])*4096)
-    res |= job(line, size)
-    end = time.monotonic()
-    line.close()
-    Path(f'{rank}.json').write_text(json.dumps(res|dict(end=time.monotonic()-end, cpu=time.process_time()-cpu)))
+    start = time.monotonic()
+    job = Job(World(rank, size, rank, size, master_addr='127.0.0.1')).open(120)
+    Path(f'{out}/{rank}').write_text(json.dumps(f(job, size, start)))
 
-def on_ranks(job, size, local):
-    "Run `job` on `size` ranks forked from this process, `local` to a node, which begin together; return what those say that live"
-    with TemporaryDirectory() as d:
-        os.chdir(d)
-        os.environ['FASTDIST_STORE'] = f'{d}/store'
-        (gate,go),pids = os.pipe(),[]
-        for r in range(size):
+def started(f, size):
+    "Run `f` on `size` forked ranks, and return what the slowest took"
+    with TemporaryDirectory() as out:
+        os.environ['FASTDIST_STORE'] = f'{out}/store'
+        (gate,opening),pids = os.pipe(),[]
+        for rank in range(size):
             pids.append(os.fork())
             if pids[-1]: continue
-            os.close(go)
-            try: be_rank(r, size, local, job, gate)
+            try:
+                os.close(opening)
+                be_rank(f, rank, size, out, gate)
             except BaseException: traceback.print_exc()
             finally: os._exit(0)
-        os.close(go)
-        os.close(gate)
-        for pid in pids: os.waitpid(pid, 0)
-        res = {r:json.loads(Path(f'{r}.json').read_text()) for r in range(size) if Path(f'{r}.json').exists()}
-        return res,float(Path('killed').read_text()) if Path('killed').exists() else None
-
-def figures(size, local):
-    "Return a row for each stage: what, seconds, bytes at rank 0"
-    res,_ = on_ranks(whole, size, local)
-    gone,at = on_ranks(killed, size, local)
-    if (len(res),len(gone))!=(size,size-1): raise RuntimeError(f'{len(res)} and {len(gone)} of {size} ranks came to the end')
-    took,sent = (lambda k, i=1: max(o[k][i] for o in res.values())),(lambda k: res[0][k][2])
-    failed = res[size-1]['error'][0]
-    rows = [('start', took('start'), sent('start')), ('vote', res[0]['vote'][0], sent('vote')/30), ('wait of 5 s, CPU', res[0]['wait'][0], sent('wait'))]
-    rows += [('an error is heard', max(o['error'][0] for o in res.values())-failed, sent('error')), ('an error on all', took('errors'), sent('errors'))]
-    return rows+[('a kill is heard', max(o['kill'] for o in gone.values())-at, None), ('end', max(o['end'] for o in res.values()), None), ('CPU of rank 0', res[0]['cpu'], None)]
+        os.close(opening)
+        for p in pids: os.waitpid(p, 0)
+        return [json.loads(p.read_text()) for p in Path(out).iterdir() if p.name.isdigit()]
 
 @call_parse
 def main(
-    sizes:str='64,256', # Numbers of ranks
-    local:int=8 # Ranks on a node, whose first one relays
+    sizes:str='8,64' # Numbers of ranks
 ):
-    for size,on_node in [(int(o),n) for o in sizes.split(',') for n in (int(o),local)]:
-        print(f'{size} ranks on {size//on_node} nodes', flush=True)
-        for what,secs,n in figures(size, on_node): print(f'  {what:18} {secs:8.4f} s' + ('' if n is None else f' {n:14,.0f} bytes'), flush=True)
+    "Print seconds of the slowest rank"
+    for size in map(int, sizes.split(',')):
+        res = started(whole, size)
+        print(f'{size} ranks:', {k:max(o[k] for o in res) if k!='error' and k!='errors' else [max(o[k][i] for o in res) for i in range(2)] for k in res[0]})
+        print(f'{size} ranks, from the start to the error of the one that is killed:', max(started(killed, size)))

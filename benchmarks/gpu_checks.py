@@ -660,7 +660,7 @@ def _plain(model, x, y): F.cross_entropy(model(x), y).backward()
 @check('group')
 def carried_numbers(at):
     "DDP's direct forward pass, a backward pass over loss and numbers, with and without `device_ids`"
-    one,numbers = _grads(at, _plain),torch.tensor([3.,.5], device=at.device)
+    one,numbers = _grads(at, _plain),torch.tensor([3.,.5,1.], device=at.device)
     def run(ids, model, x, y):
         ddp = DistributedDataParallel(Carrier(model), device_ids=ids)
         assert is_direct(ddp)

@@ -26,17 +26,14 @@ Modules:
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
 - `fastdist.comm.collective_log`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
-- `fastdist.comm.control`: The control connection between all ranks, beside the process group
 - `fastdist.comm.draws`: torch's random draws in a step, made for the global batch and cut to the rows of this rank
-- `fastdist.comm.faults`: Errors of one rank, raised on all ranks at once with their cause
+- `fastdist.comm.failures`: Errors of one rank, and how they reach the main thread of another
+- `fastdist.comm.job`: What the ranks of a job share beside the process group: decisions, and the error of one of them
+- `fastdist.comm.progress`: Where each rank is, and which rank keeps the others waiting
 - `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
-- `fastdist.comm.relay`: Relays on the first rank of each node, for jobs of many ranks
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.seeds`: Random numbers as a function of a seed and a place
-- `fastdist.comm.steps`: The step at which all ranks save or stop, agreed on with nothing exchanged in a quiet step
-- `fastdist.comm.vote`: Decisions that all ranks share: meetings, votes, and notes of the work of rank 0
-- `fastdist.comm.watchdog`: Find ranks that are stuck, and ranks that wait for each other in different exchanges
-- `fastdist.comm.wire`: Messages between the ranks of one job, over authenticated connections
+- `fastdist.comm.store`: Key-value store of one job, and who of its processes exist
 - `fastdist.data.deal`: A pass over a loader: its order drawn alike on all ranks, and who gets which samples of it
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
 - `fastdist.data.fetch`: Batches from data sets that give many samples at once

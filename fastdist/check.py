@@ -38,8 +38,7 @@ from .job.world import *
 from .job.group import *
 from .job.launcher import *
 from .job.ssh import *
-from .comm.control import *
-from .comm.watchdog import *
+from .comm.job import *
 from .comm.collectives import *
 from .comm.rank0 import *
 from .observe.checks import *
@@ -63,7 +62,7 @@ class Report:
         doing:str # In words
     ):
         "Remember what is done next, for the message of a rank that stands still"
-        if control_connection(): control_connection().beat += 1
+        if current_job(): current_job().progress.beat += 1
         self.doing = doing
 
     def add(self,
@@ -122,8 +121,8 @@ def _in_job(rep, learn, timeout, shard=False):
     ours = rep.world.size>1 and not dist.is_initialized()
     how = dict(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))]) if ours else {}
     with learn.distrib_ctx(patience=timeout, desync_check=False, shard=shard, **how):
-        rep.joined,line = True,control_connection()
-        with line.part(Watchdog).watch(lambda: rep.doing) if line else nullcontext(): yield
+        rep.joined,job = True,current_job()
+        with job.progress.watch(lambda: rep.doing) if job else nullcontext(): yield
 
 # %% ../nbs/904_check.ipynb #768a7ec9
 @contextmanager

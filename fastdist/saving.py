@@ -25,8 +25,7 @@ from fastai.text.learner import TextLearner
 from .base.errors import *
 from .base.loans import *
 from .job.group import *
-from .comm.control import *
-from .comm.vote import *
+from .comm.job import *
 from .comm.rank0 import *
 from .state.values import *
 from .state.files import *
@@ -116,7 +115,7 @@ def save_encoder(self:TextLearner,
 # %% ../nbs/901_saving.ipynb #992d8af0
 def _known_as(file):
     "Return the name under which rank 0 wrote what this rank calls `file`"
-    return control_connection().part(Notes).renamed.get(str(file), file) if control_connection() and isinstance(file, (str,Path)) else file
+    return current_job().renamed.get(str(file), file) if current_job() and isinstance(file, (str,Path)) else file
 
 def _args(f, learn, layout, *args, **kwargs):
     "Return the arguments of `f` by name, with the device that `layout` reads to, and the path of the file"
@@ -149,7 +148,7 @@ def _reads(f):
     def _inner(self, *args, **kwargs):
         _check_whole(self)
         layout = _layout(self) or Layout()
-        if control_connection() is None: distrib_barrier()
+        if current_job() is None: distrib_barrier()
         if self.opt is None and f.__name__=='load': self.create_opt()
         kwargs,file = _args(f, self, layout, *args, **kwargs)
         _await_written(file)
@@ -165,7 +164,7 @@ def _load_in_order(model, wgts):
 def _barrier_outside_jobs():
     "Wait for the file that `load_learner` is about to read; for all ranks too, unless a job is open"
     _await_written(sys._getframe(1).f_locals.get('fname'))
-    if control_connection() is None: distrib_barrier()
+    if current_job() is None: distrib_barrier()
 
 Learner.load,TextLearner.load = _reads(Learner.load),_reads(TextLearner.load)
 fastai.text.learner.load_ignore_keys = _load_in_order

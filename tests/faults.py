@@ -8,7 +8,7 @@ from fastai.callback.core import *
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastdist import *
 from fastdist.train.events import cancels
-from fastdist.comm.control import control_connection
+from fastdist.comm.job import current_job
 from fastdist.parallel.backward import local
 from accelerate.state import PartialState
 
@@ -116,7 +116,7 @@ def state(learn):
     lent = [k for k in ('_with_events','_do_one_batch','_call_one','lr_find') if k in vars(learn)]
     mine = learn.model,learn.model.forward.__self__,*learn.dls.loaders,learn.logger,*learn.cbs
     threads = [o.name for o in threading.enumerate() if 'fastdist' in o.name]
-    job = torch.distributed.is_initialized(),control_connection() is None,signal.getsignal(signal.SIGURG),PartialState._shared_state,threads
+    job = torch.distributed.is_initialized(),current_job() is None,signal.getsignal(signal.SIGURG),PartialState._shared_state,threads
     return [id(o) for o in mine],lent,job,traces(learn.model),dict(os.environ)
 
 def survive(rank, kind, place, size, culprit, shard):

@@ -4,8 +4,7 @@
 import os,signal,sys
 from fastai.basics import *
 from fastdist import *
-from fastdist.comm.control import *
-from fastdist.comm.steps import *
+from fastdist.comm.job import *
 from fastdist.base.errors import *
 from fastdist.state.preempt import *
 
@@ -14,18 +13,16 @@ class Stop(Callback):
     order = 90
     def __init__(self, out): self.out = Path(out)
     def before_fit(self):
-        self.line,self.stops,self.told = control_connection(),StopSignals().__enter__(),False
-        self.steps = self.line and self.line.part(StepAgreement)
-        if self.line: self.steps.begin_steps(self.steps.step+1)
+        self.job,self.stops = current_job(),StopSignals().__enter__()
+        self.requests = self.job and self.learn.distributed_trainer.layout.requests
+        if self.job: self.requests.begin()
     def after_batch(self):
         if not self.training: return
         if self.train_iter==2: (self.out/f'{this_world().rank}.{os.getpid()}').touch()
         if self.train_iter==3 and self.epoch==0: ask()
-        if self.line and self.stops.asked and not self.told:
-            self.told = True
-            self.steps.request('stop')
-        if not (self.steps.boundary() if self.line else self.stops.asked): return
-        signum = self.stops.agree(self.line)
+        if self.job and self.stops.asked: self.requests.own = 'stop'
+        if not (self.requests.decided() if self.job else self.stops.asked): return
+        signum = self.stops.agree(self.job)
         (self.out/f'state{this_world().rank}').write_text(str(self.train_iter))
         self.stops.__exit__(*sys.exc_info())
         raise Preempted(signum)

@@ -9,9 +9,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
 from fastdist.job.group import group_owner
-from fastdist.comm.control import control_connection
-from fastdist.comm.vote import Votes,voting_connection
-from fastdist.comm.watchdog import Watchdog
+from fastdist.comm.job import Job,current_job
 from fastcore.test import test_eq,test_close,expect_fail
 from collectives import counting
 from learners import digits
@@ -141,7 +139,10 @@ def per_step(cb):
 
 def votes(rank, cb):
     learn,n = digits(n=320),Counter()
-    with mock.patch.object(Votes, 'agree', lambda self, mine, name, agree=Votes.agree: n.update([name.startswith('a vote after')]) or agree(self, mine, name)): fit(learn, cbs=cb())
+    def counted(self, name, *args, agree=Job.agree, **kw):
+        n[name.startswith('a vote after')] += 1
+        return agree(self, name, *args, **kw)
+    with mock.patch.object(Job, 'agree', counted): fit(learn, cbs=cb())
     return n[True],len(learn.recorder.losses)
 
 @pytest.mark.parametrize('size,steps', [(2,8), (3,5), (4,4)])
@@ -267,11 +268,11 @@ def test_an_error_in_an_error_is_told(n):
 def test_an_error_that_was_there_before_keeps_nothing_back():
     "A second fit may stand in the `except` clause of the first"
     def f(rank):
-        with voting_connection(this_world()).open() as line:
-            if rank: return line.faults.failed_here(ValueError('a broken file'))
+        with Job(this_world()).open() as job:
+            if rank: return job.fail(ValueError('a broken file'))
             try: {}['mine']
             except KeyError:
-                line.faults.arm()
+                job.interrupt.enable()
                 with expect_fail(RankError, 'a broken file'): time.sleep(8)
     on_ranks(f, join=False)
 
@@ -288,10 +289,10 @@ class SlowLock:
 def test_an_error_of_another_rank_leaves_no_condition_taken():
     "It comes while this rank enters one, and is raised inside"
     def f(rank):
-        with voting_connection(this_world()).open() as line:
-            if rank: return line.faults.failed_here(ValueError('a broken file'))
+        with Job(this_world()).open() as job:
+            if rank: return job.fail(ValueError('a broken file'))
             lock = SlowLock()
-            line.faults.arm()
+            job.interrupt.enable()
             with expect_fail(RankError, 'a broken file'), threading.Condition(lock): time.sleep(20)
             assert not lock.locked()
     on_ranks(f, join=False)
@@ -301,8 +302,8 @@ def paused(rank):
     learn = digits()
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(patience=2):
         learn.fit(1, cbs=Checkpoint('ckpt'))
-        line = control_connection()
-        await_that(lambda: line.looked-line.part(Watchdog).moved>2*line.patience)
+        job = current_job()
+        await_that(lambda: time.monotonic()-job.progress.moved>2*job.patience)
         learn.fit(1, cbs=Checkpoint('ckpt'))
     return len(learn.recorder.values)
 

@@ -5,7 +5,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
 from fastdist.comm.collectives import exchange,gather_objs
-from fastdist.comm.vote import voting_connection
+from fastdist.comm.job import Job
 from fastcore.test import test_eq,test_close
 from learners import digits
 
@@ -179,7 +179,7 @@ def test_names_that_differ_by_rank(size, tmp_path):
 def test_a_rank_that_never_enters_is_named():
     def f(rank):
         if rank==2: return
-        return heard(voting_connection(this_world()).open, 1)
+        return heard(Job(this_world()).open, 1)
     *res,_ = on_ranks(f, 3, join=False)
     for how,text in res: assert how in ('TimeoutError','RankError') and 'HINT: every rank has to come there' in text
     assert any('for rank 2 to come there' in o[1] for o in res)

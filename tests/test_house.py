@@ -69,7 +69,7 @@ def defined(n):
 def test_a_name_is_defined_once_in_its_room():
     "Also a private one: where two rooms become one, the later would take the place of the earlier"
     names = Counter((k,o) for k,t in trees.items() for n in t.body for o in defined(n))
-    assert len(names)>2000
+    assert len(names)>1500
     test_eq([k for k,n in names.items() if n>1], [])
 
 def test_a_room_that_a_text_names_is_there():

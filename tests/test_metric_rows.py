@@ -5,7 +5,7 @@ from torch.profiler import profile,ProfilerActivity
 from fastcore.test import test_eq
 from fastai.vision.all import *
 from fastdist import *
-from fastdist.comm.control import control_connection
+from fastdist.comm.job import current_job
 from compare import *
 from tasks import *
 
@@ -175,9 +175,9 @@ def exchanged(rank, *mets):
     learn.metrics = L(mets)
     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
         learn.validate()
-        n = control_connection().votes.exchanges.n
+        n = current_job().exchanges.n
         learn.validate()
-        return control_connection().votes.exchanges.n-n
+        return current_job().exchanges.n-n
 
 def test_exchanges_of_a_validation():
     "Rows take one more, however many metrics have them"

@@ -1,34 +1,20 @@
 "What `Checkpoint` costs: nothing is exchanged between states, and a long recorder is no burden"
 import pytest
 from collections import Counter
-from contextlib import contextmanager
-from unittest import mock
 from fastcore.test import test_eq
 from safetensors import safe_open
 from fastai.basics import *
 from fastdist import *
-from fastdist.comm.wire import Line
 from fastdist.state.folder import States
 from collectives import counting
 from learners import digits
 
-of_clock = {'ping','pong','waits','awaited','stands','ask'}
-
-@contextmanager
-def messages():
-    "A `Counter` of the messages that this rank sends over the control connection, but for those of the clock"
-    sent,send = Counter(),Line.send
-    def counted(self, **msg):
-        sent[msg['kind']] += msg['kind'] not in of_clock
-        send(self, **msg)
-    with mock.patch.object(Line, 'send', counted): yield sent
-
 def trained(rank, *cbs, n):
-    "Collectives and messages of a fit without validation, and the number of its steps"
+    "Collectives of a fit without validation, and the number of its steps"
     learn = digits(n)
     learn._do_epoch_validate = noop
-    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), messages() as sent, counting() as ran: learn.fit(1, cbs=cbs)
-    return len(learn.recorder.losses),ran,sent
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), counting() as ran: learn.fit(1, cbs=cbs)
+    return len(learn.recorder.losses),ran
 
 class Written(Callback):
     "Waits for the state that is being written: one that falls due meanwhile is put off, and ranks agree anew on when it is made"
@@ -37,12 +23,11 @@ class Written(Callback):
     def before_batch(self): self.cb.now.states.writer.wait()
 
 def added(rank, n, path, **kw):
-    "What a `Checkpoint` adds to a fit: steps, collectives, messages"
+    "What a `Checkpoint` adds to a fit: steps, collectives"
     cb = Checkpoint(path, **kw)
-    (steps,ran,sent),(_,ran0,sent0) = trained(rank, cb, Written(cb), n=n),trained(rank, n=n)
+    (steps,ran),(_,ran0) = trained(rank, cb, Written(cb), n=n),trained(rank, n=n)
     ran.subtract(ran0)
-    sent.subtract(sent0)
-    return steps,+ran,+sent
+    return steps,+ran
 
 def on_both(n, path, **kw):
     "What `added` returns on 2 ranks, if that is the same"
@@ -54,12 +39,12 @@ at_ends = Counter({'c10d::broadcast_':2, 'c10d::allgather_':1, 'c10d::gather_':1
 
 @pytest.mark.replicas # ranks in shards write their own rows
 @pytest.mark.parametrize('n,steps', ((160,4), (1600,40)))
-def test_quiet_steps_exchange_nothing(tmp_path, n, steps): test_eq(on_both(n, tmp_path, minutes=60), (steps,at_ends,Counter()))
+def test_quiet_steps_exchange_nothing(tmp_path, n, steps): test_eq(on_both(n, tmp_path, minutes=60), (steps,at_ends))
 
 @pytest.mark.replicas # ranks in shards write their own rows
 def test_a_state_is_one_gather(tmp_path):
     each = Counter({'c10d::allgather_':1, 'c10d::gather_':1})
-    test_eq(on_both(1600, tmp_path, every=13, minutes=None), (40,at_ends+each+each+each,Counter()))
+    test_eq(on_both(1600, tmp_path, every=13, minutes=None), (40,at_ends+each+each+each))
 
 class Lasting(Callback):
     "A training that has made `n` steps"

@@ -5,21 +5,13 @@ from fastai.basics import *
 from fastai.test_utils import synth_learner
 from fastdist import *
 from fastdist.job.callbacks import JobCallback
-from fastdist.comm.control import control_connection
-from fastdist.comm.steps import StepAgreement
 from fastdist.state.resume import LocalLayout,LocalLoaders
-from procs import await_that
 
 class Ask(Callback):
-    "Sends rank 1 a signal in the second epoch, before its last steps, which rank 0 does not end before it has heard of it"
+    "Sends rank 1 a signal in the second epoch, before its last steps"
     def after_batch(self):
         if not self.training or self.epoch!=1: return
         if rank_distrib() and self.iter==1: os.kill(os.getpid(), signal.SIGUSR1)
-        if not rank_distrib() and self.iter==2: await_that(self._heard, 30)
-
-    def _heard(self):
-        steps = control_connection().part(StepAgreement)
-        return 'stop' in steps.asked or steps.call and steps.call.what=='stop'
 
 def train(rank, path, ask):
     set_seed(1)

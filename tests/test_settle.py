@@ -151,7 +151,7 @@ def nothing_moves(rank):
     test_eq((seen,model[0].weight.grad is g,g.mean().item(),[p.grad for p in model.parameters()][1:]), ([],True,rank,old[1:]))
     assert_close(model.state_dict(), before, rtol=0, atol=0)
     test_eq(rng, torch.get_rng_state())
-    torch.autograd.backward((ddp(torch.ones(4,64)).sum(),ddp.module.carry), (None,torch.zeros(2)))
+    torch.autograd.backward((ddp(torch.ones(4,64)).sum(),ddp.module.carry), (None,torch.zeros_like(ddp.module.carry)))
     return len(seen),[n for n,p in model.named_parameters() if p.grad is None]
 
 def test_nothing_else_moves(): test_eq(on_ranks(nothing_moves, 3), [(1,[])]*3)

@@ -1,17 +1,19 @@
 "A training in shards that is ended anywhere goes on where it was, in shards or not, on any number of ranks"
 import pytest,shutil,warnings
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from tempfile import TemporaryDirectory
+from unittest import mock
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.training import GradientAccumulation,GradientClip
 from fastdist import *
+from fastdist.comm.job import Job
 from fastdist.state import checkpoint_writer,dcp,fits
 from fastdist.state.dcp import map_tensors,stored_tensors
 from collectives import counting
 from survive import *
-from test_resume_cost import messages
 from test_survive import differences,runs
 
 kw = dict(saves=False, every=2)
@@ -109,13 +111,17 @@ class Waits(Callback):
         for o in checkpoint_writer._writers.values(): o.wait()
 
 def costs(rank, path, n, **kw):
-    "Collectives and messages that a `Checkpoint` adds to a fit of `n` batches"
+    "Collectives and votes that a `Checkpoint` adds to a fit of `n` batches"
     def one(*cbs):
         set_seed(3)
         learn = Learner(DataLoaders.from_dsets(Samples(6*n), Samples(7, 1), bs=3, num_workers=0, device='cpu'), sure(), loss_func=CrossEntropyLossFlat())
         learn._do_epoch_validate = noop
-        with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging(), messages() as sent, counting() as ran: learn.fit(1, cbs=cbs)
-        return ran+sent
+        votes,agree = Counter(),Job.agree
+        def counted(self, name, *args, **kw):
+            votes[name] += 1
+            return agree(self, name, *args, **kw)
+        with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging(), mock.patch.object(Job, 'agree', counted), counting() as ran: learn.fit(1, cbs=cbs)
+        return ran+votes
     res = one(Checkpoint(path, **kw), Waits())
     res.subtract(one())
     return +res

@@ -1,12 +1,14 @@
 "Ranks that are suspended for longer than `patience`, as by SIGSTOP, Ctrl-Z, SLURM or a paused machine, and continued"
-import os,signal,time,pytest
+import os,signal,sys,time,pytest
 from multiprocessing import get_context
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.collectives import gather_objs
+from fastdist.comm.job import Job
 from fastdist.state.dcp import await_shards
 from fastcore.test import test_eq
 from learners import digits
+from procs import await_that
 
 pytestmark = pytest.mark.timeout(120)
 patience = 2
@@ -81,6 +83,28 @@ def test_one_is_suspended_and_comes_back(tmp_path, n, who, place):
     "The others have gone on without it; it raises the error that they have raised"
     for kind,text in on_ranks(partial(one_suspended, n=n, who=who, place=place, path=tmp_path), n, join=False, timeout=100):
         assert kind=='RankError' and text.startswith(f'rank {who} failed:\nits process has not answered for'), text
+
+def leaves(rank, path):
+    "Rank 0 is suspended until the other has left, which notes whether it had to be continued for that"
+    continued = path/'continued'
+    def until():
+        end = time.monotonic()+40
+        while not (path/'left').exists() and time.monotonic()<end: time.sleep(.05)
+        continued.touch()
+    with Job(this_world(), patience=patience).open() as job:
+        if rank==0:
+            job.post('pid', str(os.getpid()))
+            suspend([os.getpid()], until)
+        else:
+            state = Path(f'/proc/{job.posted("pid")}/stat')
+            await_that(lambda: state.read_text().rpartition(')')[2].split()[0]=='T')
+    alone = not continued.exists()
+    if rank: (path/'left').touch()
+    return alone
+
+@pytest.mark.skipif(sys.platform!='linux', reason='the state of a process is read from /proc')
+def test_who_needs_nobody_leaves_while_rank_0_is_suspended(tmp_path):
+    test_eq(on_ranks(partial(leaves, path=tmp_path), 2, join=False, timeout=100)[1], True)
 
 @pytest.mark.parametrize('where', ('anywhere','between its looks at the clock'))
 def test_a_wait_for_files_of_others(tmp_path, where):

@@ -8,7 +8,7 @@ from fastai.callback.all import *
 from fastai import learner as learner_module
 from torch import distributed as dist
 from fastdist import *
-from fastdist.comm.control import control_connection
+from fastdist.comm.job import current_job
 from fastdist.observe.straggler import shown_parts
 from collectives import counting
 from learners import digits
@@ -141,10 +141,9 @@ def test_no_rank_is_named_where_they_take_turns():
 def exchanged(rank, timed, n_epoch):
     learn = digits(240, bs=8)
     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), counting() as ran:
-        line = control_connection()
-        begun = line.votes.exchanges.n
+        begun = current_job().exchanges.n
         learn.fit(n_epoch, cbs=[Timeline()]*timed)
-        n = line.votes.exchanges.n-begun
+        n = current_job().exchanges.n-begun
     return n,ran
 
 @pytest.mark.parametrize('n_epoch', (1,3))
@@ -257,7 +256,7 @@ def again(rank):
             learn.fit(n)
             res.append(learn.timeline.history.n)
         test_eq([dist.all_reduce,learner_module.to_device], own)
-        test_eq([k for k in vars(control_connection().votes.exchanges) if k in ('begin','end')], [])
+        test_eq([k for k in vars(current_job().exchanges) if k in ('begin','end')], [])
     return res
 
 def test_errors_and_further_fits(): test_eq(on_ranks(again, join=False), [[0,12,24]]*2)

@@ -23,7 +23,7 @@ from fastcore.all import *
 from ..base.errors import *
 from ..job.world import *
 from .collective_log import *
-from .control import *
+from .job import *
 
 # %% ../../nbs/109_comm.collectives.ipynb #357c4b58
 def grouped()->bool:
@@ -42,10 +42,10 @@ def exchange(
     name:str=None, # The same on all ranks; the name of the calling function by default
     kind:str='exchange' # As for `Exchanges.begin`; ranks wait for each other before an 'exchange' begins
 ):
-    "Return a context that counts the code inside as one exchange `name`, if there is a control connection"
-    line = control_connection()
-    if not line or line.faults.failed or line.votes.exchanges.inside: return nullcontext()
-    return line.votes.exchange(name or asking(sys._getframe(1)), kind)
+    "Return a context that counts the code inside as one exchange `name`, if there is a job"
+    job = current_job()
+    if not job or job.failed or job.exchanges.inside: return nullcontext()
+    return job.exchange(name or asking(sys._getframe(1)), kind)
 
 def _reachable(t): return t if f'{t.device.type}:' in str(dist.get_backend_config()) else t.to(comm_device())
 

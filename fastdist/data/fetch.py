@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import Subset,TensorDataset,get_worker_info
 from ..base.errors import *
 from ..base.signals import *
-from ..comm.control import *
+from ..comm.job import *
 
 _loaders,_collates_by_type = map(private, ('fastai.data.load:_loaders','torch.utils.data._utils.collate:default_collate_fn_map'))
 
@@ -191,7 +191,7 @@ def _is_idle_in(line):
     if file.endswith(_fetch): return False
     return file.startswith(('<frozen ',*_torch,*_ours)) or file.startswith(_stdlib) and 'site-packages' not in file
 
-_package = Path(control_connection.__code__.co_filename).parent.parent
+_package = Path(current_job.__code__.co_filename).parent.parent
 _torch,_ours,_stdlib = (f'{Path(torch.__file__).parent}/',),tuple(f'{_package/o}/' for o in ('base','job')),f'{sysconfig.get_path("stdlib")}/'
 _fetch = 'torch/utils/data/_utils/fetch.py'
 
@@ -204,10 +204,10 @@ class WorkerWatch:
     ): self.it,self.log,self.n,self.before,self.noted = ref(it),log,0,None,False # a strong reference would make the end of the workers wait for the garbage collection
 
     def __call__(self, *timeout): # The user's, which torch alone sees to
-        it,line = self.it(),control_connection()
+        it,job = self.it(),current_job()
         get = partial(type(it)._try_get_data, it)
-        if timeout or line is None: return get(*timeout)
-        limit = min(60, line.patience/4)
+        if timeout or job is None: return get(*timeout)
+        limit = min(60, job.patience/4)
         secs = min(5, limit/4)
         ok,data = get(secs)
         self.n = 0 if ok else self.n+1 # not by the clock, which goes on while a job is suspended

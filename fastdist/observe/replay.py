@@ -24,7 +24,7 @@ from fastai.data.load import DataLoader
 from fastai.callback.training import GradientAccumulation
 from ..base.values import *
 from ..job.pickling import *
-from ..comm.control import *
+from ..comm.job import *
 from ..comm.rng import *
 from ..data.sharding import *
 from ..data.source import rebatched
@@ -95,7 +95,7 @@ class Excerpt(Callback):
             self.sizes.append(find_bs(self.yb or self.xb))
             self.steps.append({'loss':copied(self.loss, 'cpu')} | self.grads | self.values(self.learn))
         self.n += self.stepped or not self.training
-        if control_connection(): control_connection().beat += 1 # the watchdog sees that this process moves
+        if current_job(): current_job().progress.beat += 1 # the watchdog sees that this process moves
     def after_epoch(self):
         self.logged = list(self.recorder.log) if hasattr(self.learn, 'recorder') else []
         if self.steps: raise CancelFitException

@@ -24,7 +24,7 @@ from torch.autograd import Variable
 from fastcore.all import *
 from fastai.basics import *
 from ..base.loans import *
-from ..comm.control import *
+from ..comm.job import *
 from ..data import fetch,loader
 from ..evaluate.recorder import *
 from ..train import step as train_step
@@ -265,8 +265,8 @@ def timed_waits(
         if dist.is_available() and dist.is_initialized():
             fs = {k:v for k,v in vars(dist).items() if k.startswith(_kinds) and type(v) is FunctionType}
             loans.lend(dist, **{k:_timed(f, clock) for k,f in fs.items()})
-        line = control_connection()
-        if line: loans.lend(line.votes.exchanges, **_counted(line.votes.exchanges, clock))
+        job = current_job()
+        if job: loans.lend(job.exchanges, **_counted(job.exchanges, clock))
         yield
 
 # %% ../../nbs/802_observe.step_clock.ipynb #2ea7a3de

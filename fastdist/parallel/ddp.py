@@ -42,7 +42,7 @@ class Carrier(nn.Module):
     "`model` with one more parameter, whose gradient carries numbers through DDP's exchange"
     def __init__(self,
         model:nn.Module, # With at least one parameter that requires gradients
-        n=2 # Numbers
+        n=3 # Numbers
     ):
         super().__init__()
         p = next(o for o in model.parameters() if o.requires_grad)
@@ -165,10 +165,11 @@ class Replicated(Layout):
     "Layout in which each rank holds the whole model, and DDP averages gradients"
     def __init__(self,
         live:ProcessAccelerator, # Makes the wrappers
-        exchanges, # The control connection's `Exchanges`
+        exchanges, # The ranks' `Exchanges`
         sync_bn=True # Whether batch norm counts the samples of all ranks
     ):
-        self.live,self.exchanges,self.size,self.nth = live,exchanges,live.world.size,None
+        self.live,self.size,self.nth = live,live.world.size,None
+        self.requests,self.counting = Requests(self.size),exchanges.of('the training step', 'step')
         self.wrappers,self.norms = Wrappers(self._make),Norms(sync_bn)
         self.forget()
 
@@ -208,7 +209,7 @@ class Replicated(Layout):
         if before: self.before.remove(before)
         if before and before['left'] is not None: self.left.setdefault(trained.key, [names[n] for n in before['left']])
         left = self.left.get(trained.key)
-        carrier = Carrier if left is None else partial(Carrier, n=3)
+        carrier = Carrier if left is None else partial(Carrier, n=4)
         with exchange('DistributedDataParallel, which is set up for the model'):
             through = self.live.prepare(trained.model, carrier, left or ())
             buckets = Buckets(through)
@@ -243,7 +244,7 @@ class Replicated(Layout):
         "Return a context manager that counts the exchange of gradients, or keeps DDP from it"
         self.exchanging = exchanges
         if not self.trained.learns: return nullcontext()
-        return self.exchanges.of('the training step', 'step') if exchanges else self.through.no_sync()
+        return self.counting if exchanges else self.through.no_sync()
 
     def forward(self, *args, **kwargs):
         "Call the wrapper, and note whether DDP waits for a backward pass then"
@@ -265,7 +266,7 @@ class Replicated(Layout):
         if carry is None and not looks: return run(t, g)
         with plain():
             if g is None: g = self._one(t)
-            if carry is not None: numbers = numbers.to(carry.dtype)
+            if carry is not None: numbers = self.requests.with_own(numbers).to(carry.dtype)
             if looks: return self.uses.backward(run, t, g, carry, numbers)
         run((t,carry), (g,numbers))
 
@@ -283,14 +284,15 @@ class Replicated(Layout):
         if waited and self.uses.looks: mean = self._agree_on_uses(mean)
         others = self.trained.others if waited else self.trained.active
         rest = [p for p in others if p.requires_grad] if others and waited else others
-        if rest: mean = ifnone(mean, average_grads(rest, numbers))
-        return all_reduce(numbers.clone(), kind='step')/self.size if mean is None and tell else mean
+        if rest: mean = ifnone(mean, average_grads(rest, self.requests.with_own(numbers)))
+        if mean is None and tell: mean = all_reduce(self.requests.with_own(numbers), kind='step')/self.size
+        return self.requests.without(mean)
 
     def _agree_on_uses(self, mean):
-        "Let gradients be there where one process has some, and choose the parameters to leave out from the next step on; return `mean` without the third number"
+        "Let gradients be there where one process has some, and choose the parameters to leave out from the next step on; return `mean` without the last number"
         uses,rest = self.uses,mean
-        if mean is None or len(mean)==2: odd = all_reduce(torch.tensor([float(uses.odd)], device=self.live.world.device), kind='step')
-        else: rest,odd = mean.split(2)
+        if mean is None or len(mean)==3: odd = all_reduce(torch.tensor([float(uses.odd)], device=self.live.world.device), kind='step')
+        else: rest,odd = mean.split(3)
         before = uses.left
         if odd.item(): left = uses.agree()
         elif before is not None: return rest

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config
 from fastcore.all import *
 from fastai.basics import *
-from ..comm.control import *
+from ..comm.job import *
 from ..comm.collectives import *
 from ..state.values import *
 from ..parallel.foreach import *
@@ -83,7 +83,7 @@ def read_plain(
 # %% ../../nbs/605_shard.files.ipynb #0d8b31bf
 def _put_whole(seen, m, state, prefix, *_):
     "Replace rows in `state` by whole tensors in the CPU's memory of rank 0; other ranks get nothing"
-    if as_held.get() or control_connection() is None: return
+    if as_held.get() or current_job() is None: return
     for n,p in {**m._parameters, **m._buffers}.items():
         if isinstance(p, DTensor) and id(p) not in seen:
             with exchange('a whole state of the model'): seen[id(p)] = put_together(p.detach().to_local(), len(p), p.device_mesh.size(-1), 0)

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
-from ..comm.control import *
+from ..comm.job import *
 from ..comm.collectives import *
 from ..comm.draws import *
 from ..evaluate.mixing import *
@@ -48,7 +48,7 @@ class ForwardPasses:
 
     def _begin(self, shards, i):
         if self.alone(): raise RuntimeError(_alone)
-        if control_connection() is None: raise RuntimeError(_outside)
+        if current_job() is None: raise RuntimeError(_outside)
         own = self.free and i==len(shards.parts)-1
         if not own: self.stack.enter_context(exchange('a forward pass of the model in shards'))
         self.free,self.opener = self.free and not own,(shards,i)

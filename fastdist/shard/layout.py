@@ -107,12 +107,13 @@ class Sharded(Layout):
     "Layout in which each rank holds a part of each parameter"
     gathers = True
     def __init__(self,
-        job:Job, # That the Learner has joined
+        job:JobContext, # That the Learner has joined
         plan, # A `ShardPlan`
         sync_bn=True, # Whether batch norm counts the samples of all ranks
         alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
-        self.job,self.plan,self.exchanges,self.models = job,plan.on(job.world),job.line.votes.exchanges,ShardedModels()
+        self.job,self.plan,self.models = job,plan.on(job.world),ShardedModels()
+        self.requests,self.counting = Requests(job.world.size),job.control.exchanges.of('the training step', 'step')
         self.passes,opts = ForwardPasses(self.models, alone),OptimizerShards(self.models)
         self.sharder,self.unsharder = Sharder(job, self.plan, self.models, opts, self.passes),Unsharder(job, self.models, opts)
         self.files,self.norms,self.alone = ShardFiles(self.unsharder),Norms(sync_bn),alone
@@ -182,7 +183,7 @@ class Sharded(Layout):
         "Return a context manager that counts the exchanges of a step"
         if self.exchanging!=exchanges: self.through.set_requires_gradient_sync(exchanges)
         self.exchanging = exchanges
-        with self.passes.batch(),self.exchanges.of('the training step', 'step'): yield
+        with self.passes.batch(),self.counting: yield
 
     def counted(self, f):
         "Return `f`, which counts the optimizer's steps that are begun and done"
@@ -215,7 +216,7 @@ class Sharded(Layout):
         if not self.waits: return run(t, g)
         rows,rank = carry._unsharded_param,self.job.world.rank
         mine = torch.zeros_like(rows[:1])
-        mine[0,2*rank:2*rank+2] = numbers
+        mine[0,3*rank:3*rank+3] = self.requests.with_own(numbers)
         run((t,rows), (g,mine.expand_as(rows)))
 
     def reduce(self, numbers, tell=True):
@@ -224,13 +225,14 @@ class Sharded(Layout):
         if waited: mean = self._carried()
         if not self.checked: self._check_used()
         rest = [p for p in self.trained.active if not hasattr(p, '_local_tensor')]
-        if rest: mean = ifnone(mean, average_grads(rest, numbers))
-        return all_reduce(numbers.clone(), kind='step')/self.job.world.size if mean is None and tell else mean
+        if rest: mean = ifnone(mean, average_grads(rest, self.requests.with_own(numbers)))
+        if mean is None and tell: mean = all_reduce(self.requests.with_own(numbers), kind='step')/self.job.world.size
+        return self.requests.without(mean)
 
     def _carried(self):
         p = self.shards.root('carry').sharded_param
         mine,p.grad = local(p.grad)[0],None
-        return mine.view(-1,2).sum(0)
+        return mine.view(-1,3).sum(0)
 
     def average(self, params, numbers, weight=1.):
         "Average the gradients of what is not in shards; the others are averaged in each backward pass"

@@ -36,14 +36,14 @@ from .optimizer import *
 
 # %% ../../nbs/608_shard.shard.ipynb #8db522f5
 class RowCarrier(nn.Module):
-    "A parameter with a row for each of `size` shards, of two numbers for each of `ranks`, with the type and on the device of `like`"
+    "A parameter with a row for each of `size` shards, of three numbers for each of `ranks`, with the type and on the device of `like`"
     def __init__(self,
         size:int, # Number of shards
         ranks:int, # Number of ranks
         like:torch.Tensor # A parameter of the model
     ):
         super().__init__()
-        self.carry = nn.Parameter(torch.zeros(size, 2*ranks, device=like.device, dtype=like.dtype))
+        self.carry = nn.Parameter(torch.zeros(size, 3*ranks, device=like.device, dtype=like.dtype))
 
 def spread(
     ts:list # On the device of the process group's backend
@@ -108,9 +108,9 @@ def _check_values(model):
         'which were made on the meta device. HINT: make and load the model on rank 0; other ranks may make it on the meta device, and get the values of rank 0'))
 
 # %% ../../nbs/608_shard.shard.ipynb #1f23a3dc
-def _says_broken(line):
-    def hook(model, prefix, *_): # a partial of `line` would be copied with the model
-        if not prefix and (line.faults.failed or line.faults.trouble): warn(_broken)
+def _says_broken(job):
+    def hook(model, prefix, *_): # a partial of `job` would be copied with the model
+        if not prefix and job.state=='failed': warn(_broken)
     return hook
 
 _broken = ('An error has stopped a rank, and with it the connections over which torch puts together what state_dict() of a model in shards returns. '
@@ -120,7 +120,7 @@ _broken = ('An error has stopped a rank, and with it the connections over which 
 class Sharder:
     "Puts the models of a Learner in shards as the plan says, and again over a new process group"
     def __init__(self,
-        job:Job, # That the Learner has joined
+        job:JobContext, # That the Learner has joined
         plan, # A `ShardPlan`
         models:ShardedModels, # Of the Learner
         opts:OptimizerShards, # Of the same models
@@ -168,7 +168,7 @@ class Sharder:
     def _add_hooks(self, shards):
         read_whole(shards)
         if self.plan.full_state: give_whole(shards.model)
-        shards.model.register_state_dict_pre_hook(_says_broken(self.job.line))
+        shards.model.register_state_dict_pre_hook(_says_broken(self.job.control))
         shards.watch(partial(self.passes.before, shards), partial(self.passes.after, shards))
         if hasattr(shards.model, 'reset'): shards.model.reset = partial(_reset, shards, shards.model.reset)
 

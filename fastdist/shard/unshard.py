@@ -145,7 +145,7 @@ def _with_nan(rows, p):
 class Unsharder:
     "Puts together what is in shards: on rank 0 for a file, on all ranks when the Learner leaves its context"
     def __init__(self,
-        job:Job, # That the Learner has joined
+        job:JobContext, # That the Learner has joined
         models:ShardedModels, # Of the Learner
         opts:OptimizerShards # Of the same models
     ): self.job,self.models,self.opts,self.steps = job,models,opts,[0,0] # steps of the optimizer that are begun, and done

@@ -15,14 +15,13 @@ epoch is drawn again from the random state before it was drawn, and the batches 
 __all__ = ['Checkpoint', 'Schedule', 'CheckpointedFit']
 
 # %% ../../nbs/414_state.checkpoint.ipynb #4827fc70
-import math,time
+import time
 from contextlib import ExitStack
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from ..base.errors import *
 from ..job.callbacks import *
-from ..comm.steps import *
 from .folder import *
 from .preempt import *
 from .fits import *
@@ -93,26 +92,21 @@ class Checkpoint(LendingCallback):
 # %% ../../nbs/414_state.checkpoint.ipynb #d5938a70
 class Schedule:
     "When a state is due, and when the training is to stop, asked after each step of the optimizer"
-    passed = False # whether this rank has passed on a signal
     def __init__(self,
         states:CheckpointWriter, # Knows when a state is due
         signals:StopSignals, # Of this rank
-        agreement=None # `StepAgreement` of the job; `None` in one process
-    ): self.states,self.writer,self.signals,self.agreement = states,states.writer,signals,agreement
+        requests=None # `Requests` of the layout; `None` in one process
+    ): self.states,self.writer,self.signals,self.requests = states,states.writer,signals,requests
 
     def asked_here(self)->str: # 'stop', 'save' or `None`
-        "Return what is due, in one process"
+        "Return what is due on this rank"
         return 'stop' if self.signals.asked else 'save' if time.monotonic()>=self.states.due and not self.writer.busy else None
 
     def asked_by_any(self)->str: # 'stop', 'save' or `None`, at the same step on all ranks
-        "Ask all ranks for what is due on this one, and return what they have agreed on for this step"
-        if self.signals.asked and not self.passed:
-            self.passed = True
-            self.agreement.request('stop')
-        elif self.states.fit.rank==0 and time.monotonic()>=self.states.due and not self.writer.busy:
-            self.states.due = math.inf
-            self.agreement.request('save')
-        return self.agreement.boundary()
+        "Ask all ranks, with the gradients of the next step, for what is due on this one; return what was asked for with those of this step"
+        mine = self.asked_here()
+        self.requests.own = mine if mine=='stop' or self.states.fit.rank==0 else None # the clock of rank 0 counts
+        return self.requests.decided()
 
 # %% ../../nbs/414_state.checkpoint.ipynb #5fe81d54
 class CheckpointedFit:
@@ -125,26 +119,25 @@ class CheckpointedFit:
         keep=2 # As for `Checkpoint`
     ):
         self.fit,self.learn,self.every = fit,fit.learn,every
-        self.signals = StopSignals(lambda: fit.line and fit.line.faults.errors)
+        self.signals = StopSignals(lambda: fit.job and fit.job.state=='failed')
         self.resume,self.logs = Resume(fit, States(fit.path, keep)),AppendedLogs(fit.learn, fit.path, fit.number)
         self.loop,self.states = FitLoop(fit, self.resume),CheckpointWriter(self.resume, self.logs, minutes, every)
         self.schedule = Schedule(self.states, self.signals)
 
     def agree(self):
-        "Take part in the agreement of ranks on steps; all ranks call it"
-        if not self.fit.line: return
-        agreement = self.fit.line.part(StepAgreement)
-        agreement.begin_fit()
-        if self.fit.size>1: self.schedule.agreement = agreement
+        "Let ranks agree on the steps after which they save or stop; all ranks call it"
+        if self.fit.size==1: return
+        self.schedule.requests = self.fit.layout.requests
+        self.schedule.requests.begin()
 
     def boundary(self):
         "Note a step of the optimizer; write a state if one is due, and stop if that was asked for"
         fit,schedule = self.fit,self.schedule
         self.stepped,fit.steps = False,fit.steps+1
         if schedule.writer.refused: schedule.writer.tell()
-        what = schedule.asked_here() if schedule.agreement is None else schedule.asked_by_any()
+        what = schedule.asked_here() if schedule.requests is None else schedule.asked_by_any()
         if what is None and self.every and fit.steps%self.every==0: what = 'save'
-        if what=='save' and schedule.agreement is None and schedule.writer.busy: self.states.put_off()
+        if what=='save' and schedule.requests is None and schedule.writer.busy: self.states.put_off()
         elif what: self.act(what, self.learn.epoch, self.learn.iter+1)
 
     @property
@@ -161,7 +154,7 @@ class CheckpointedFit:
         self.owed = ('stop' if self.owed=='stop' else what) if self.between_epochs and batch else None
         if self.owed: return
         self.states.save(epoch, batch, wait=what=='stop')
-        if what=='stop': self._stop(self.signals.agree(self.fit.line))
+        if what=='stop': self._stop(self.signals.agree(self.fit.job))
 
     def _stop(self, signum):
         "Raise `Preempted`, which ends the process"
@@ -185,7 +178,7 @@ class CheckpointedFit:
             do()
             self.states.save(self.learn.n_epoch, 0, ended=True, wait=True)
             if self.fit.rank==0: self.logs.forget()
-            signum = self.signals.agree(self.fit.line)
+            signum = self.signals.agree(self.fit.job)
             if signum: self._stop(signum)
 
 # %% ../../nbs/414_state.checkpoint.ipynb #9e3497e1

@@ -115,8 +115,8 @@ class SharedFolder:
         why = 'does not see it, and in shards each rank writes its part; ranks on several nodes need a folder that all of them see'
         if blind: raise OSError(errno.ENOENT, f'rank {blind[0]} {why}', str(folder))
         write_shards(folder, 0, shards)
-        line = self.fit.line
-        return await_shards(folder, self.fit.size, lambda: line.faults.failed or line.closed)
+        job = self.fit.job
+        return await_shards(folder, self.fit.size, lambda: job.failed or job.state=='left')
 
     def write_rows(self):
         "Start to write the rows of this rank, which is not rank 0"

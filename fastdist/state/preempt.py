@@ -70,12 +70,12 @@ class StopSignals:
         except RuntimeError: os.write(2, line.encode()) # it came in the middle of another write
 
     def agree(self,
-        line=None # The job's `ControlConnection`; `None` in one process
+        job=None # The ranks' `Job`; `None` in one process
     )->int: # 0 where no rank has got one
         "Return the number of the signal that any rank has got; one vote, after which it counts as heard"
         mine = int(self.asked or 0)
         self.heard = bool(mine)
-        return line.votes.agree(mine, 'the signal to stop') if line else mine
+        return job.agree('the signal to stop', mine) if job else mine
 
 def is_users(
     handler # As from `signal.getsignal`

@@ -24,7 +24,7 @@ from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
 from ..base.loans import *
-from ..comm.control import *
+from ..comm.job import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..data.loader import *
@@ -62,9 +62,9 @@ class Fit:
         layout=None, # As `LocalLayout`, its default
         helpers:tuple=() # Callbacks of the job, each a `JobCallback`
     ):
-        self.learn,self.path,self.line,self.helpers = learn,Path(path),control_connection(),helpers
+        self.learn,self.path,self.job,self.helpers = learn,Path(path),current_job(),helpers
         self.loaders,self.layout = loaders or LocalLoaders(),layout or LocalLayout()
-        self.rank,self.size = (self.line.rank,self.line.world.size) if self.line else (0,1)
+        self.rank,self.size = (self.job.rank,self.job.size) if self.job else (0,1)
         self.number,self.steps,self.rows = fits_done(learn, path),0,[] # how many fits were done; steps of the optimizer, and rows of the recorder, of this one
         firsts,key = _firsts.setdefault(learn, {}),os.path.abspath(path)
         self.changes = FitChanges(learn, firsts.get(key))

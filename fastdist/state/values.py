@@ -27,7 +27,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.errors import *
 from ..base.values import *
-from ..comm.control import *
+from ..comm.job import *
 
 _BaseOptimizer = private('fastai.optimizer:_BaseOptimizer')
 
@@ -113,10 +113,10 @@ def preserved(
     *objs # Objects with a `__dict__`
 ):
     "Restore the class and the attributes of `objs` on exit; errors of other ranks are raised after that"
-    own,line = [(o, type(o), dict(vars(o))) for o in objs],control_connection()
+    own,job = [(o, type(o), dict(vars(o))) for o in objs],current_job()
     try: yield
     finally:
-        with line.faults.shield() if line else nullcontext():
+        with job.interrupt.masked() if job else nullcontext():
             for o,cls,attrs in own: _reset(o, cls, attrs)
 
 def _reset(o, cls, attrs):

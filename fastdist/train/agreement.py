@@ -22,7 +22,7 @@ class Agreement:
     "Runs a Learner's events, and cancels on all ranks what one rank cancels"
     def __init__(self,
         events:Events, # Who is called
-        job, # `Job`, with the control connection where there are several ranks
+        job, # `JobContext`, with the ranks' `Job` where there are several
         phases, # The Learner's `Phases`
         passes, # `BackwardPasses`, which find out how a loss reduces
         evaluate # The callback that evaluates
@@ -34,13 +34,13 @@ class Agreement:
         event_name:str # Event
     ):
         "Call the callbacks for `event_name`, unless another rank has failed: then raise its error"
-        line,events = self.job.line,self.events
-        if line:
-            line.beat += 1
-            if line.faults.trouble: line.faults.check()
+        control,events = self.job.control,self.events
+        if control:
+            control.progress.beat += 1
+            if control.failures.now: control.interrupt.check()
         if events.alone: return events.call_aside(event_name)
         if event_name=='after_loss': self.passes.loss_computed()
-        if line: return events(event_name)
+        if control: return events(event_name)
         type(self.learn)._call_one(self.learn, event_name)
 
     def in_batch(self,
@@ -88,7 +88,7 @@ class Agreement:
         name:str='a vote' # For messages
     ):
         "Raise on all ranks what one of them cancels by; do nothing where nobody does"
-        what = type(mine) if self.job.line.faults.failed else vote(self.job.line.votes, mine, name)
+        what = type(mine) if self.job.control.failed else vote(self.job.control, mine, name)
         if what in (None,type(None)): return
         res = mine if isinstance(mine, what) else what()
         res.agreed = True

@@ -29,7 +29,6 @@ from fastai.callback.training import ShortEpochCallback
 from fastai.learner import CastToTensor
 from ..base.errors import *
 from ..job.callbacks import *
-from ..comm.watchdog import *
 from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.sandbox import *
@@ -108,12 +107,12 @@ cancels = (CancelStepException,CancelBackwardException,CancelBatchException,Canc
 for o in cancels: o.__module__ = 'fastai.basics' # where they are found, so that one that a data worker raises can be pickled
 
 def vote(
-    votes, # `Votes` of the control connection
+    job, # `Job` of the ranks
     e:Exception=None, # One of `cancels`, if this rank raised one
     name:str='a vote' # For messages: the callback and the event before the vote, the same on all ranks
 )->type: # The strongest that any rank raised, `None` where nobody did
-    "Return what all ranks decide; one exchange over the control connection"
-    res = votes.agree(max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0), name)
+    "Return what all ranks decide; one vote"
+    res = job.agree(name, max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0))
     return cancels[res-1] if res else None
 
 # %% ../../nbs/701_train.events.ipynb #c8125d43
@@ -186,9 +185,9 @@ class Events:
     def __init__(self,
         learn:Learner, # In a job, or alone
         rank:int=None, # This rank; `None` in one process without a job
-        line=None # Control connection of the ranks, where there are several
+        control=None # `Job` of the ranks, where there are several
     ):
-        self.learn,self.rank,self.line,self.planned,self.plans,self.alone,self.aside,self.vote = learn,rank,line,None,{},None,None,None
+        self.learn,self.rank,self.control,self.planned,self.plans,self.alone,self.aside,self.vote = learn,rank,control,None,{},None,None,None
         self.at,self.phase,self.windowed,self.around,self.replaced = 'before_fit',0,False,None,noop # `replaced` is called where a callback may have replaced loaders
         self.tried = [] # callbacks and events that `around` has seen in training
         self.skipped = {} # callback and event -> epoch and number of each batch that it has cancelled on this rank
@@ -276,8 +275,8 @@ class Events:
         where:str # Callback and event, or function
     ):
         "Wait until all ranks raise `e` at this place, unless they are known to; raise `RankError` on all of them where they do not"
-        if is_agreed(e) or self.vote is None or self.line is None or self.line.faults.failed: return
-        self.line.part(Watchdog).confirm(f'{type(e).__name__} raised in {where}')
+        if is_agreed(e) or self.vote is None or self.control is None or self.control.failed: return
+        self.control.agree(f'{type(e).__name__} raised in {where}', kind='cancel')
         e.agreed = True
 
     def position(self)->list: # Phase, batch, number of the event

@@ -131,7 +131,7 @@ def _lend(self:DistributedTrainer):
 def _join(self:DistributedTrainer, w, plan):
     self.be_alone(w.size)
     self.learn.model.to(dtype=self.accelerator.dtype)
-    self.job = Job(self.learn, w, dict(self.options), self.patience, place_model=not plan or w.size==1)
+    self.job = JobContext(self.learn, w, dict(self.options), self.patience, place_model=not plan or w.size==1)
     if self.accelerator.dtype is not None: self.job.help(CastBatch(self.accelerator))
     self.accelerator.adopt(self.job.member, self.job.live.acc)
     self._make_parts(w, plan)
@@ -158,7 +158,7 @@ _read = ('Each rank reads another value of the same sample. HINT: a data set tha
 @patch
 def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
-    self._events = Events(learn, w.rank, job.line)
+    self._events = Events(learn, w.rank, job.control)
     self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False, device=w.device if plan and plan.offload else None)
     self.phases = Phases(learn, w, self.split, lambda: self._events.alone, padded=plan is not None)
     self._events.replaced = self.phases.show
@@ -200,7 +200,7 @@ def _end_shards(job, sync_bn):
 # %% ../../nbs/709_train.trainer.ipynb #b3ea6116
 def _layout(job, plan, sync_bn, alone):
     if job.world.size==1: return OneProcess(job.live.prepare)
-    if plan is None: return Replicated(job.live, job.line.votes.exchanges, sync_bn)
+    if plan is None: return Replicated(job.live, job.control.exchanges, sync_bn)
     with _fsdp(): from fastdist.shard.layout import Sharded # what it imports of torch takes half a second
     return Sharded(job, plan, sync_bn, alone)
 
@@ -306,7 +306,7 @@ def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop)
         _hand_over(self.learn, self.phases, self.layout, _own_helpers(self.job))
         with self.phases.shown() if event_type=='fit' else nullcontext():
             try: return run(f, event_type, ex, final)
-            finally: self.job.line.faults.armed = False # before anything that puts back begins; a call would come too late
+            finally: self.job.control.interrupt.enabled = False # before anything that puts back begins; a call would come too late
 
 # %% ../../nbs/709_train.trainer.ipynb #5eed0712
 def _own_random(job, seeding): return own_random(job.world.rank) if seeding is None else nullcontext()
