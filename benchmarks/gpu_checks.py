@@ -374,25 +374,6 @@ def seeded_and_compiled_noise(at):
     "Kinds of dropout and noise that `torch.compile` draws"
     return f'eager {seeded(at, Several, 1e-4)}, compiled {seeded(at, lambda: torch.compile(Several()), 1e-4)}'
 
-@check('ranks', secs=150)
-def audit(at):
-    "One process and all ranks make the first steps, from the same random states of the device"
-    learn = learner(at, at.size, bn=False, drop=.3)
-    with at.job(learn, seed=42, audit=3), quiet(learn): learn.fit(1, .02)
-    assert learn.audit.ok, str(learn.audit)
-    return str(learn.audit).strip().splitlines()[0]
-
-@check('ranks', secs=150)
-def audit_of_what_differs(at):
-    "What one rank computes otherwise is found"
-    learn = learner(at, at.size, bn=False)
-    class Shift(Callback):
-        def after_pred(self):
-            if self.training and at.rank: self.learn.pred = 1.3*self.pred
-    with at.job(learn, audit=3), quiet(learn): learn.fit(1, .02, cbs=Shift())
-    assert not learn.audit.ok, str(learn.audit)
-    return str(learn.audit).strip().splitlines()[0]
-
 # Errors
 
 class Oops(Callback):

@@ -35,13 +35,12 @@ def run(
         shutil.copyfile(src, dst)
     names = '|'.join(re.escape(o.name) for o in todo.values())
     cmd = [str(Path(sys.executable).with_name('nbdev-test')), str(made), '--save', '--n-workers', str(workers), '--file-re', f'^({names})$']
-    env = dict(OMP_WAIT_POLICY='passive', FASTDIST_AUDIT='1')|os.environ # threads of notebooks side by side that spin take the cores from each other
+    env = dict(OMP_WAIT_POLICY='passive')|os.environ # threads of notebooks side by side that spin take the cores from each other
     ran = subprocess.run(cmd, cwd=root, env=env, stderr=subprocess.PIPE, text=True)
     sys.stderr.write(ran.stderr)
-    differ = [p.stem for p in todo.values() if _differs(p)]
-    if not (ran.returncode or differ): return [_stamp(o).touch() for o in todo.values()]
+    if not ran.returncode: return [_stamp(o).touch() for o in todo.values()]
     for o in todo.values(): o.unlink()
-    raise RuntimeError('\n'.join(['A page failed in the build. HINT: run `nbdev-test` on it', *_failures(ran.stderr), *(f'{o}: the audit found a difference' for o in differ)]))
+    raise RuntimeError('\n'.join(['A page failed in the build. HINT: run `nbdev-test` on it', *_failures(ran.stderr)]))
 
 def _failures(
     said:str, # By `nbdev-test`: a notebook's error, its path, a line, the traceback and two empty lines
@@ -51,12 +50,6 @@ def _failures(
     errs = re.findall(r'^\w+ in (\S+\.ipynb):\n=+\n(.*?)(?=\n\n\n|\Z)', said, re.M|re.S)
     return ['\n'.join([f'{path}:', *tb.splitlines()[-lines:]]) for path,tb in errs]
 
-def _differs(path):
-    "Return whether the audit has found a difference in a fit of the notebook at `path`, and print it"
-    found = [line for c in read_nb(path).cells for o in c.get('outputs', []) for line in ''.join(o.get('text', '')).splitlines() if 'ranks differ from one process, first in' in line]
-    if found: print(path.stem, *found, sep='\n')
-    return bool(found)
-
 def _directives(cell): return set(re.findall(r'^#\|\s*(\w+)', cell.source, re.M))
 
 def _cleaned(cell):
@@ -65,7 +58,7 @@ def _cleaned(cell):
     silent = 'echo' in _directives(cell)
     cell.metadata = {} # of times, which nbformat refuses
     for o in cell.get('outputs', []):
-        if 'text' in o: o['text'] = re.sub(r'[^\n]*\r|^(?:fastdist audit|Random on ranks): .*\n?', '', ''.join(o['text']), flags=re.M) # each page is audited
+        if 'text' in o: o['text'] = re.sub(r'[^\n]*\r', '', ''.join(o['text']))
     cell.source = '' if silent else re.sub(r'^#\|.*\n?', '', cell.source, flags=re.M).strip()
     return cell if cell.source or silent else None
 

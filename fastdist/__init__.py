@@ -7,6 +7,7 @@
 | `Accelerator` | start ranks from a script or a notebook, with everything that an Accelerator of Accelerate has |
 | `Checkpoint` | a callback with which a training that is killed goes on |
 | `Timeline`, `DesyncCheck` | callbacks that show which rank is late, and the step after which ranks differ |
+| `Trace`, `Comparison` | a callback that records what the first steps leave; the first difference between two such records |
 | `rank0_first` | call a function on rank 0 first, then on the others: for downloads and caches |
 | `DistributedDL` | a loader's batches for one rank |
 | `DistributedTrainer`, `ParallelTrainer` | the callbacks behind the contexts |
@@ -67,15 +68,13 @@ Modules:
 - `fastdist.job.ssh`: Ranks on hosts that are reached by SSH
 - `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
-- `fastdist.observe.audit`: The law, checked on the user's own script before it trains
 - `fastdist.observe.checks`: Facts of a job that are known beforehand, compared with what is found
-- `fastdist.observe.compare`: How far what ranks computed is from what one process computed, and whether rounding explains it
+- `fastdist.observe.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
 - `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
-- `fastdist.observe.replay`: The first steps of a fit, made once more by one process with the batches of all ranks, or by all ranks
 - `fastdist.observe.step_clock`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
 - `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what
 - `fastdist.observe.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
-- `fastdist.observe.watch`: Who runs in a step, in order: transforms, modules, the loss and callbacks, each by its name
+- `fastdist.observe.trace`: A record of what the first steps of a fit leave, which another process can be compared with
 - `fastdist.parallel.backward`: Backward passes are seen where they begin, and gradients that DDP does not see are averaged
 - `fastdist.parallel.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
 - `fastdist.parallel.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them

@@ -33,7 +33,7 @@ from .data.loader import *
 from .parallel.proxy import *
 from .train.step import *
 from .train.trainer import *
-from .observe.audit import *
+from .observe.trace import *
 
 # %% ../nbs/900_learner.ipynb #b9c02db9
 with suppress(WorldError): start_alike(launch_token(os.environ))
@@ -84,13 +84,15 @@ def _warn_apart(learn, w):
 fits = WeakSet() # Learners that are in a fit
 
 def _warning(fit):
-    "Return the method `fit`, which notes that the Learner is in a fit, with a warning where ranks train apart"
+    "Return the method `fit`, with a warning where ranks train apart, and the `Trace` that the environment asks for"
     @wraps(fit)
     def _inner(self, *args, **kwargs):
         with suppress(WorldError): _warn_apart(self, World.from_env())
         if self in fits: return fit(self, *args, **kwargs)
         fits.add(self)
-        try: return fit(self, *args, **kwargs)
+        cb = None if self._grab_cbs(Trace) else trace_from(os.environ)
+        try:
+            with self.added_cbs(cb): return fit(self, *args, **kwargs)
         finally: fits.discard(self)
     return _inner
 
@@ -117,18 +119,13 @@ def to_distributed(self:Learner,
     desync_check=True, # Whether to compare what ranks hold when an epoch's training ends
     shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
     keep_sharded=False, # Whether the model stays in shards after `detach_distributed`
-    audit=None, # Steps of each fit that are compared with those of one process before it; `FASTDIST_AUDIT` by default
     seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
     check_known(kwargs, Learner.to_distributed)
     cb = DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)
-    k = audited_steps(audit, os.environ)
-    self.detach_distributed().add_cb(cb)
-    if k and cb.size==1: Auditor(k, cb).compare() # it says that there is nothing to compare
-    elif k: cb.job.hook(Auditor(k, cb))
-    return self
+    return self.detach_distributed().add_cb(cb)
 
 @patch
 def detach_distributed(self:Learner)->Learner: # Itself
@@ -145,18 +142,17 @@ def distrib_ctx(self:Learner,
     desync_check=True, # Whether to compare what ranks hold when an epoch's training ends
     shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
     keep_sharded=False, # Whether the model stays in shards after the context
-    audit=None, # Steps of each fit that are compared with those of one process before it; `FASTDIST_AUDIT` by default
     seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
     **kwargs
 ):
     "Train on all ranks of the job inside the context, which yields the Learner; one inside of another is part of it"
     check_known(kwargs, Learner.distrib_ctx)
     if any(o.entered for o in self._grab_cbs(DistributedTrainer)):
-        _check_part(sync_bn, patience, desync_check, shard, keep_sharded, audit, seed, **kwargs)
+        _check_part(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)
         yield self
         return
     try:
-        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, audit, seed, **kwargs)): yield self
+        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)): yield self
     finally: self.detach_distributed()
 
 # %% ../nbs/900_learner.ipynb #d961bb68

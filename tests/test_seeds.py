@@ -1,5 +1,6 @@
 "With a seed any number of ranks, with any number of data workers, draws what one process draws"
-import fastai.vision.augment,itertools,pandas as pd,pytest,time
+import fastai.vision.augment,pandas as pd,pytest,time
+from contextlib import suppress
 from functools import partial
 from accelerate import notebook_launcher
 from accelerate.utils import DistributedDataParallelKwargs,FullyShardedDataParallelPlugin
@@ -14,6 +15,7 @@ from fastai.vision.all import *
 from fastai.vision.gan import *
 from fastdist import *
 from fastdist.base.errors import *
+from fastdist.observe.trace import ShortTrace,TraceEnd
 from compare import cases,sizes
 from procs import free_port
 from seeded import *
@@ -336,18 +338,17 @@ class Later(Callback):
     "Draws for each sample, until nobody looks"
     def before_batch(self): self.learn.xb = (times(self.x, torch.rand(len(self.x))) if self.train_iter<1 else in_random_order(self.x),)
 
-def audited(mk):
-    def run(rank):
-        learn = mk(2)
-        with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=42, audit=2): learn.fit(1)
-        return learn.audit.ok,str(learn.audit)
-    return on_ranks(run, 2, timeout=110)
+def compared(mk, path):
+    "Compare the first two steps under a seed on two ranks with those of one process"
+    def run(rank, name, n):
+        learn = mk(n)
+        with suppress(TraceEnd),learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=42): learn.fit(1, cbs=ShortTrace(path/name, 2, again=name=='again'))
+    for name,n in dict(one=1, again=1, two=2).items(): on_ranks(partial(run, name=name, n=n), n, timeout=110)
+    return Comparison(path/'one', path/'two', path/'again')
 
-def test_an_audit_finds_what_nobody_sees():
-    for ok,said in audited(net(flat(nn.Dropout), cbs=Later)): assert not ok and 'Later' in said, said
-def test_an_audit_is_not_well_where_one_process_is_not_repeatable():
-    calls = itertools.count()
-    for ok,said in audited(changed(lambda x: x*3.**next(calls))): assert not ok and 'differ' in said, said
+def test_a_comparison_finds_what_nobody_sees(tmp_path):
+    res = compared(net(flat(nn.Dropout), cbs=Later), tmp_path)
+    assert not res.ok and 'Later' in str(res), res
 
 @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=[pytest.mark.whole, pytest.mark.slow])]) # which compiles C++, for a minute
 def test_compiled_models(backend):
@@ -389,15 +390,9 @@ def test_activations_that_are_computed_again():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True, **kw)
     for r in on_each(dict(encoder=sequences['encoder']), 2, fsdp_plugin=plugin): assert all(near(r['encoder'][k], one['encoder'][k]) for k in ('weights','losses'))
 
-def test_an_audit_compares_what_is_random():
-    def run(rank):
-        learn = models['Dropout'](2)
-        with learn.no_bar(),learn.no_logging(),learn.distrib_ctx(seed=42, audit=2): one_cycle(learn)
-        return learn.audit.ok,learn.audit.draws,len(learn.audit.rows)==len(learn.audit.compared),[o.item() for o in learn.recorder.losses]
-    one, = on_each(dict(it=models['Dropout']), 1)
-    for *said,losses in on_ranks(run, 2, timeout=110):
-        test_eq(said, [True,[],True])
-        assert near(losses, one['it']['losses'])
+def test_a_comparison_under_a_seed_includes_what_is_random(tmp_path):
+    res = compared(models['Dropout'], tmp_path)
+    assert res.ok and not any(o.random for o in res.rows if o.name!='Recorder.start_epoch'), res
 
 def test_accumulation(): same_on(dict(plain=net(flat(nn.Dropout))), gradient_accumulation_steps=2)
 

@@ -49,13 +49,15 @@ def law(): as_one_process()
 def seed(): as_one_process(seed=42)
 
 def audit():
-    from fastdist import on_ranks
-    def audited(rank):
-        learn = learner(8)
-        with learn.distrib_ctx(audit=2), learn.no_bar(), learn.no_logging(): learn.fit(1)
-        return learn.audit.ok,str(learn.audit)
-    ok,said = on_ranks(audited, 2, join=False)[0]
-    assert ok,said
+    from fastdist import Comparison,Trace,on_ranks
+    def traced(rank, path, bs):
+        learn = learner(bs)
+        with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=Trace(path, 2))
+    with tempfile.TemporaryDirectory() as d:
+        on_ranks(lambda rank: traced(rank, f'{d}/one', 16), 1)
+        on_ranks(lambda rank: traced(rank, f'{d}/two', 8), 2, join=False)
+        report = Comparison(f'{d}/one', f'{d}/two')
+    assert report.ok,str(report)
 
 def shards(): as_one_process(shard=True)
 

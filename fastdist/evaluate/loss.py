@@ -195,7 +195,7 @@ def unsettled(
     what:str # In words
 ):
     "Print what ranks take for granted, and the command that compares them with one process"
-    sys.stderr.write(f'fastdist: {what}; no trial settles that. fastdist-check --audit -- SCRIPT compares ranks with one process\n') # the standard output of a replay is hidden
+    sys.stderr.write(f'fastdist: {what}; no trial settles that. fastdist-check --audit -- SCRIPT compares ranks with one process\n')
 
 # %% ../../nbs/306_evaluate.loss.ipynb #6e56ef17
 class Reduction:
