@@ -47,11 +47,11 @@ Modules:
 - `fastdist.evaluate.evaluate`: Validation losses, metrics and predictions, as one process would have them
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process
-- `fastdist.evaluate.merge_rules`: Ways to merge the state of a metric, found by trials on copies
+- `fastdist.evaluate.merge_rules`: Ways to merge the state of a metric: known by its type, stated by the user, or found by a probe
 - `fastdist.evaluate.metrics`: Metrics and losses of all ranks, merged in one exchange
-- `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, found by a trial
+- `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, and hooks on parameters that are not linear, found by a probe
+- `fastdist.evaluate.probe`: A function of samples is run whole and in parts, once, on copies, and its results are compared
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
-- `fastdist.evaluate.sandbox`: Trials of a user's code on copies, without side effects
 - `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
 - `fastdist.job.agent`: The process that runs the ranks of one machine for a parent process, on this machine or another
 - `fastdist.job.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner

@@ -13,6 +13,7 @@ def kept(f): return AccumMetric(lambda p,y: f(p), flatten=False, name='kept')
 
 class Kept(Metric):
     "Keeps all predictions, and their number"
+    merge = 'sum'
     def reset(self): self.all,self.n = [],0
     def accumulate(self, learn):
         self.all.append(learn.pred.detach())
@@ -20,13 +21,14 @@ class Kept(Metric):
     value = property(lambda self: torch.cat(self.all).std()*self.n)
 
 class InSlots(Metric):
-    __slots__ = 'rows',
+    __slots__,merge = ('rows',),'sum'
     def reset(self): self.rows = []
     def accumulate(self, learn): self.rows += learn.pred[:,0].tolist()
     value = property(lambda self: float(np.std(self.rows)))
 
 class Appended(Metric):
     "Rows in one tensor"
+    merge = 'rows'
     def reset(self): self.all = torch.zeros(0)
     def accumulate(self, learn): self.all = torch.cat([self.all, learn.pred[:,0].detach()])
     value = property(lambda self: self.all.std())
@@ -57,6 +59,7 @@ def test_values(cases, size): check(small, size, cases, [(37,4)], **exact)
 
 class Threshold(Metric):
     "Its value finds a threshold, by which all ranks predict; and counts how often it was asked"
+    merge = 'sum'
     def __init__(self): self.asked,self.best = [],None
     def reset(self): self.all = []
     def accumulate(self, learn): self.all.append(learn.pred.detach().softmax(1)[:,0])
@@ -148,6 +151,7 @@ def test_a_value_that_cannot_be_sent(): test_eq(on_ranks(hidden, timeout=60, joi
 
 class Large(Metric):
     "Sums of many elements: a matrix, an array, and one that begins as a number"
+    merge = 'sum'
     def reset(self): self.a,self.b,self.c = torch.ones(64, 64),np.zeros((80,80), dtype=int),0.
     def accumulate(self, learn):
         self.a[1] += 1.5*len(learn.y)

@@ -248,7 +248,8 @@ def by_column(): return [Column(),EarlyStoppingCallback('mine', patience=2)]
 def test_what_steers_is_the_same_on_all_ranks(cases, size): check(partial(task, *tasks['classes'][:3], lambda n: []), size, cases, [(37,4)], **exact)
 
 class Late(Metric):
-    "Begins to keep what cannot be put together after it was tried"
+    "Says that its state adds up, and keeps what cannot be put together"
+    merge = 'sum'
     def reset(self): self.total,self.seen = 0.,None
     def accumulate(self, learn):
         self.total += len(learn.y)

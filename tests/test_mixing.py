@@ -1,9 +1,10 @@
 "What mixes the samples of a batch is named by its cause, once, in the first epoch; what does not is silent"
-import os,pytest,signal,warnings
+import io,os,pytest,signal,tempfile,warnings
 from dataclasses import dataclass
-from contextlib import nullcontext
+from contextlib import nullcontext,redirect_stderr
 from accelerate import FullyShardedDataParallelPlugin
 from fastcore.test import *
+from fastcore.xtras import working_directory
 from fastai.vision.all import *
 from fastdist import *
 from fastdist.evaluate import mixing
@@ -83,6 +84,15 @@ class Weighs(Callback):
     def after_loss(self):
         w = self.x[:,0].abs()+.1
         self.learn.loss_grad = (self.learn.loss_grad*w).sum()/w.sum()
+class PredictsTwice(Callback):
+    "Centres the batch by what the model makes of it, which a probe cannot run"
+    def before_batch(self): self.learn.xb = (self.x-self.model(self.x).mean(),)
+class Writes(Callback):
+    "Adds what depends on the other samples, and writes it to a file"
+    def after_loss(self):
+        term = self.pred.std(0).mean()
+        Path(f'term{rank_distrib()}.txt').write_text(f'{term}')
+        self.learn.loss_grad = self.learn.loss_grad+term
 class Scales(Callback):
     "Twice the loss, and inputs with another range"
     def before_batch(self): self.learn.xb = (2*self.x-1,)
@@ -138,17 +148,22 @@ def learner(*ms, out=8, loss_func=None, **kw):
     dls = DataLoaders.from_dsets(list(zip(x,y)), list(zip(x,y)), bs=8, num_workers=0, device='cpu')
     return Learner(dls, nn.Sequential(nn.Linear(6,8), *ms, nn.Linear(out,3)), loss_func=loss_func or CrossEntropyLossFlat(), **kw)
 
-def hooked(f):
+def hooked(f, late=False):
     learn = learner()
-    learn.model[0].weight.register_hook(f)
+    getattr(learn.model[0].weight, 'register_post_accumulate_grad_hook' if late else 'register_hook')(f)
     return learn
+def clamp_late(p): p.grad.clamp_(-.01, .01)
 
-def said(learn, **kw):
-    with warnings.catch_warnings(record=True) as w, learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging():
+def fit_twice(learn, **kw):
+    "Return warnings that speak of one process, and lines about what is unsettled"
+    with redirect_stderr(io.StringIO()) as out, warnings.catch_warnings(record=True) as w, learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging():
         warnings.simplefilter('always')
         learn.fit(1, .01)
         learn.fit(1, .01)
-    return [str(o.message) for o in w if 'process' in str(o.message) and o.category is not DeprecationWarning] # Python 3.12 and later have one at each fork beside a thread
+    lines = [o for o in out.getvalue().splitlines() if 'No probe settles' in o]
+    return [str(o.message) for o in w if 'process' in str(o.message) and o.category is not DeprecationWarning],lines # Python 3.12 and later have one at each fork beside a thread
+
+def said(learn, **kw): return fit_twice(learn, **kw)[0]
 
 wrong = dict(norm=(lambda: learner(HandNorm()), '1 .HandNorm. mixes'), spread=(lambda: learner(Spread(), out=9), '1 .Spread. mixes'),
     attention=(lambda: learner(Attends()), '1.attn .MultiheadAttention. mixes'), experts=(lambda: learner(Experts()), '1 .Experts. mixes'),
@@ -159,7 +174,9 @@ wrong = dict(norm=(lambda: learner(HandNorm()), '1 .HandNorm. mixes'), spread=(l
     weighs=(lambda: learner(cbs=Weighs(), loss_func=CrossEntropyLossFlat(reduction='none')), '^Weighs changes the loss'), transform=(lambda: transformed(WhitenBatch()), '^WhitenBatch makes'),
     pairs=(lambda: learner(cbs=Distils(by_pairs)), '^Distils changes the loss'),
     by_weights=(lambda: learner(loss_func=ByWeights()), '^Your loss is neither'), in_batch=(lambda: learner(loss_func=InBatch()), '^Your loss is neither'),
-    clamp=(lambda: hooked(lambda g: g.clamp(-.01,.01)), 'hook that you registered on 0.weight'))
+    clamp=(lambda: hooked(lambda g: g.clamp(-.01,.01)), 'hook that you registered on 0.weight'), late_clamp=(lambda: hooked(clamp_late, late=True), 'hook that you registered on 0.weight'))
+unsettled = dict(predicts=(lambda: learner(cbs=[PredictsTwice(),Writes()]), 'PredictsTwice changes the batch in before_batch; Writes changes the loss in after_loss'),
+    writes=(lambda: hooked(lambda g: open('norms.txt', 'a') and g/2), 'your hook on 0.weight sees the gradient of one rank'))
 right = dict(batchnorm=lambda: learner(nn.BatchNorm1d(8), nn.Dropout()), attention=lambda: learner(Attends(batch_first=True)), noise=lambda: learner(Noise()),
     own=lambda: learner(OwnNoise()), time=lambda: learner(TimeFirst()), flat=lambda: learner(Flat()), adds=lambda: learner(cbs=Adds()),
     sees=lambda: learner(cbs=Sees()), scales=lambda: learner(cbs=Scales()), jitters=lambda: learner(cbs=Jitters()), teaches=lambda: learner(cbs=Teaches()),
@@ -175,6 +192,18 @@ def test_what_mixes_is_named_once(cases, size):
     for k,(_,what) in cases.items():
         test_eq([len(o[k]) for o in res], [1]+[0]*(size-1))
         assert re.search(what, res[0][k][0]), f'{k}: {res[0][k]}'
+
+@pytest.mark.replicas
+@sizes
+@cases(**unsettled)
+def test_what_no_probe_settles_is_said_once(cases, size):
+    "In one line of one rank, with the command that settles it, and no warning"
+    res = on_ranks(lambda rank: {k:fit_twice(mk()) for k,(mk,_) in cases.items()}, size, timeout=120, join=False)
+    for k,(_,what) in cases.items():
+        warned,lines = zip(*[o[k] for o in res])
+        test_eq(warned, ([],)*size)
+        test_eq([len(o) for o in lines], [1]+[0]*(size-1))
+        assert what in lines[0][0] and 'fastdist-check --audit --' in lines[0][0], f'{k}: {lines[0]}'
 
 def test_what_does_not_mix_is_silent():
     res = on_ranks(lambda rank: {k:said(mk()) for k,mk in right.items()}, 2, timeout=240, join=False)
@@ -252,7 +281,7 @@ def test_in_shards_what_cannot_be_told_on_rank_0_ends_the_trial_on_all(fit, monk
     for (_,a),(_,b) in zip(res, plain): assert all(map(torch.equal, a, b))
 
 def test_of_two_samples_what_gives_nan_for_one_is_named():
-    names = [mixing.first_mixing(mixing.LoneTrial(nn.Sequential(nn.Linear(6,8), m)), (torch.randn(2,6),)) for m in (HandNorm(),nn.LayerNorm(8))]
+    names = [mixing.first_mixing(mixing.CopyProbe(nn.Sequential(nn.Linear(6,8), m)), (torch.randn(2,6),)) for m in (HandNorm(),nn.LayerNorm(8))]
     test_eq(names, ['1',None])
 
 def test_a_trial_leaves_nothing():
@@ -277,16 +306,22 @@ def test_a_trial_leaves_nothing():
     test_eq(many[0][:2], many[1][:2])
     test_eq(one[0], len(one[2]))
 
-@pytest.mark.parametrize('f', [lambda cb: signal.raise_signal(signal.SIGURG), lambda cb: torch.save(cb.x, 'x.pth'), lambda cb: np.save('x.npy', cb.x.numpy()),
-    lambda cb: cb.x.numpy().tofile('x'), lambda cb: os.utime('x'), lambda cb: cb.learn.seen.append(1), lambda cb: cb.model(cb.x)])
-def test_a_callback_that_does_more_is_not_tried(f):
-    "Nothing is done that would leave a mark, nor asked of what the trial could change"
+@pytest.mark.parametrize('f', [lambda x: signal.raise_signal(signal.SIGURG), lambda x: torch.save(x, 'x.pth'), lambda x: np.save('x.npy', x.numpy()),
+    lambda x: x.numpy().tofile('x')])
+def test_what_writes_is_called_as_often_as_in_one_process(f):
+    "A callback is never called for a probe, and a loss or a model that writes a file writes as often as it is called"
     class Marks(Callback):
-        def before_batch(self): f(self)
-    learn,ran = learner(),[]
-    learn.xb,learn.yb,learn.seen = (torch.randn(8,6),),(torch.zeros(8),),[]
-    test_eq(mixing.mixes_in(Marks(), 'before_batch', mixing.given(learn, 'before_batch'), learn), None)
-    test_eq((learn.seen, os.listdir()), ([],[]))
+        n = 0
+        def before_batch(self):
+            self.n += 1
+            f(self.x)
+    def fit(rank=None):
+        with tempfile.TemporaryDirectory() as d, working_directory(d):
+            learn = learner(cbs=Marks())
+            with learn.distrib_ctx() if rank is not None else nullcontext(), learn.no_bar(), learn.no_logging(): learn.fit(1, .01)
+            return learn.marks.n,sorted(os.listdir())
+    one,many = fit(),on_ranks(fit, 2, join=False)
+    test_eq(many, [(8,one[1])]*2) # four batches to train and four to validate
 
 def test_a_trial_costs_little(monkeypatch):
     "A model that is right runs on two times six samples; one that mixes on five times, one that draws on six"
@@ -297,7 +332,7 @@ def test_a_trial_costs_little(monkeypatch):
     monkeypatch.setattr(mixing, 'module_outputs', counted)
     def cost(*ms):
         sizes.clear()
-        return mixing.first_mixing(mixing.LoneTrial(nn.Sequential(*ms)), (torch.randn(16,8),)),sum(sizes)
+        return mixing.first_mixing(mixing.CopyProbe(nn.Sequential(*ms)), (torch.randn(16,8),)),sum(sizes)
     test_eq(cost(nn.Linear(8,8), nn.Dropout()), (None,12))
     test_eq(cost(nn.Linear(8,8), HandNorm()), ('1',30))
     test_eq(cost(nn.Linear(8,8), Noise()), (None,36))

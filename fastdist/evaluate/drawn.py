@@ -30,7 +30,7 @@ from ..base.loans import *
 from ..comm.rng import *
 from ..comm.seeds import *
 from ..comm.draws import *
-from .sandbox import *
+from .probe import *
 from .mixing import *
 
 # %% ../../nbs/313_evaluate.drawn.ipynb #b2ed6b65
@@ -82,7 +82,7 @@ def recorded(
 ):
     "Record what is drawn inside: `draws` of torch, the numbers `below` which Python draws, and `states` of Python's and NumPy's generators at the end; generators are as before after it"
     res = SimpleNamespace(below=[], states=None)
-    with kept_own(own),unnoticed(),RandomStream(i),draws.noted() as res.draws,Loans() as loans:
+    with kept_own(own),unnoticed(together=True),RandomStream(i),draws.noted() as res.draws,Loans() as loans:
         for o,f in own: f(o, key_of('trial', i))
         for o in [random._inst,*[o for o,_ in own if isinstance(o, random.Random)]]: loans.lend(o, _randbelow=partial(_below, res.below, o._randbelow))
         yield res

@@ -40,6 +40,11 @@ from .recorder import *
 def _sendable(o): return (o,) if isinstance(o, (numbers.Number,str,type(None),torch.Tensor,np.ndarray,np.generic)) else None
 def _plain(o): return o and (o[0].tolist() if hasattr(o[0], 'tolist') else o[0])
 
+def _is_near(a, b):
+    if not is_number(a) or not is_number(b): return a==b
+    return np.shape(a)==np.shape(b) and np.allclose(a, b, 1e-5, 1e-7, equal_nan=True)
+
+# %% ../../nbs/311_evaluate.evaluate.ipynb #379130ad
 def one_record(
     log # Numbers of an epoch on this rank; `None` without any
 )->tuple: # The common numbers, and a dict: index -> values of all ranks, for numbers that differ
@@ -50,7 +55,7 @@ def one_record(
     if log is None or logs[0] is None: return log,{}
     res = [log[i] if o is None and i<len(log) else o and o[0] for i,o in enumerate(logs[0])]
     found = {i:[l[i][0] for l in logs if l is not None and i<len(l) and l[i]] for i,o in enumerate(logs[0]) if o}
-    return res,{i:v for i,v in found.items() if not all(alike(v[0], x) for x in v)}
+    return res,{i:v for i,v in found.items() if not all(_is_near(v[0], x) for x in v)}
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #8e2ba812
 class OneRecord(JobCallback):
@@ -73,9 +78,9 @@ class OneRecord(JobCallback):
         for i,vals in found.items(): self._say_differs(names[i] if i<len(names) else f'number {i} of the log', vals)
 
     def _say_differs(self, name, vals):
-        why = why_apart(first(m for m in self.learn.metrics if m.name==name), self.learn) or ('HINT: a metric must not depend on rank, time or random numbers, or keep its state '
-            'where ranks cannot see it')
-        if not self.phases.world.rank and name not in self.differing: warn(f'{name} differs between ranks ({", ".join(map(str, vals))}); all go on with that of rank 0. {why}')
+        if not self.phases.world.rank and name not in self.differing: warn(f'{name} differs between ranks ({", ".join(map(str, vals))}); all go on with that of rank 0. HINT: a metric must not depend on '
+            'rank, time or random numbers, read what a callback keeps of the samples of one rank, or keep its state where ranks cannot see it. What a callback puts at the Learner for each sample of a batch '
+            '(self.learn.mask = ...) a metric finds for those of all ranks')
         self.differing.add(name)
 
 # %% ../../nbs/311_evaluate.evaluate.ipynb #07d6249e
@@ -228,6 +233,7 @@ class Evaluate(JobCallback):
     def after_validate(self):
         "Merge metrics, losses and predictions of the evaluation"
         self._report(self.phases.current)
+        if not self.phases.world.rank: self.reduction.unsettled.report()
 
     def _note(self, ph):
         "Record the batch's size and loss, and exchange the batch for metrics that need it whole"
@@ -268,13 +274,17 @@ class Evaluate(JobCallback):
             return torch.stack([torch.where(v>0, l*v, 0.), v.to(l.dtype), l.new_full((), n)])
 
     def _plan_metrics(self, here):
-        new = [m for m in self.learn.metrics if must_try(m) and (id(m) not in self.rules or id(m) in self.untold)]
-        if not new: return
-        targets,found = zip(*gather_objs((here is not None and len(here.yb)>0, [evidence(m, here) for m in new])))
-        if not any(targets): return
-        self.rules |= {id(m):rules_for(o) for m,*o in zip(new, *found)}
+        "Set the way to merge each metric; what a batch with targets does not show is probed again in the next phase, and gets whole batches meanwhile"
+        new = [m for m in self.learn.metrics if id(m) not in self.rules or id(m) in self.untold]
+        ways = {id(m):known_way(m) for m in new}
+        probed = [m for m in new if ways[id(m)] is None]
+        if probed:
+            mine = None if here is None or not len(here.yb) else [is_mean(m.func, here.pred, here.yb) for m in probed]
+            found = [o for o in gather_objs(mine) if o is not None]
+            ways |= {id(m):common_way(o) for m,*o in zip(probed, *found)} if found else {}
+        self.untold = {id(m) for m in probed if ways[id(m)] is None}
+        self.rules |= {k:ifnone(v, 'whole') for k,v in ways.items()}
         self.planned += new
-        self.untold = {id(m) for m,*o in zip(new, *found) if not any(f is not None for f in o)}
 
     def _whole_batches(self, ph, here):
         if ph.recorder is None: return
@@ -282,7 +292,7 @@ class Evaluate(JobCallback):
             self.reduction.ask(here)
             ph.zeros = {id(m):zero_state(m) for m in L(getattr(ph.recorder, 'loss', None)).filter()+self.learn.metrics}
             self._plan_metrics(here)
-            ph.whole = [m for m in self.learn.metrics if self.rules.get(id(m), 1) is None]
+            ph.whole = [m for m in self.learn.metrics if self.rules[id(m)]=='whole']
         if not ph.whole: return
         batch = to_device(whole_batch(here, here and self._loss_parts(), self.settled), self.phases.world.device)
         if len(batch['yb']): self._show(ph, batch)
@@ -291,12 +301,13 @@ class Evaluate(JobCallback):
         "Call the metrics that need whole batches on the Learner with the attributes of one process"
         n_iter = {} if ph.dl is None or ph.dl.n is None else dict(n_iter=ph.dl.n_steps())
         with showing(self.learn, **batch, iter=len(ph.sizes), **n_iter):
-            for m in ph.whole: self._look(m)
+            for m in ph.whole: self._show_one(m)
 
-    def _look(self, m):
+    def _show_one(self, m):
         try: type(m).accumulate(m, self.learn)
         except Exception as e:
-            if why := why_apart(m, self.learn): add_note(e, f'{m.name}: {why}')
+            add_note(e, f'{m.name} was shown the batch of all ranks. HINT: what a callback keeps is of the samples of one rank; let it put what it has for each sample at the Learner (self.learn.mask = ...), '
+                'where a metric finds that of all ranks')
             raise
 
     def _loss_parts(self):
@@ -325,7 +336,7 @@ class Evaluate(JobCallback):
         for m,why in merge_metrics(mets, ph.sizes, ph.zeros, self.rules, losses): self._whole_next(m, why)
 
     def _whole_next(self, m, why):
-        self.rules[id(m)] = None
+        self.rules[id(m)] = 'whole'
         self.planned.append(m)
         if self.record: self.record.differing.add(m.name)
         if not self.phases.world.rank: warn(f'You use the metric {m.name}, whose state ranks cannot put together ({why}), so that it told of the samples of rank 0 alone. '

@@ -10,7 +10,7 @@ So the loss is tried on a batch that is there, by each rank on its own, and all 
 
 # %% auto #0
 __all__ = ['stated', 'is_summed', 'has_normaliser', 'normaliser', 'often_ignores', 'size_now', 'loss_module', 'has_two_means',
-           'is_opaque', 'how_reduced', 'unsettled', 'Reduction']
+           'is_opaque', 'loss_reduction', 'Unsettled', 'Reduction']
 
 # %% ../../nbs/306_evaluate.loss.ipynb #a5f49b44
 from types import SimpleNamespace,FunctionType
@@ -23,12 +23,12 @@ from inspect import signature
 from torch import nn
 from torch.nn import functional as F
 from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
-from fastai.torch_core import apply,find_bs
+from fastai.torch_core import find_bs
 from ..base.errors import *
 from ..job.pickling import *
 from ..job.world import *
 from ..comm.collectives import *
-from .sandbox import *
+from .probe import *
 from .merge import *
 
 # %% ../../nbs/306_evaluate.loss.ipynb #2da11b8d
@@ -148,54 +148,37 @@ def is_opaque(
     "Return whether only a trial can show the reduction of `loss_func`"
     return has_two_means(loss_func) or not (_mixed(loss_func) or _says(loss_func) and _can_say(loss_func))
 
-# %% ../../nbs/306_evaluate.loss.ipynb #7fbce4f3
-class _Exchanges(Exception): "The loss exchanges with other ranks"
-
-class _Alone(private('torch.utils._python_dispatch:TorchDispatchMode')):
-    "Raise `_Exchanges` at the first operation that exchanges with other ranks"
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace in ('c10d','_c10d_functional'): raise _Exchanges
-        return op(*args, **(kwargs or {}))
-
 # %% ../../nbs/306_evaluate.loss.ipynb #71e25a03
-def how_reduced(
+def loss_reduction(
     loss_func, # The loss
     pred, # Predictions, nested
     yb:tuple # Targets
-)->str: # 'sum', 'mean', 'other', or 'untold' if a trial could have side effects, or would need other ranks; `None` if the batch does not show it
-    "Return the reduction of `loss_func` over a batch, from a trial on a copy"
-    n = find_bs(yb)
-    if n<2: return
-    copies,found = to_try(loss_func),set()
-    if copies is None: return 'untold'
-    cut = lambda at: lambda o: o[at.to(o.device)] if isinstance(o, torch.Tensor) and o.ndim and len(o)==n else o
+)->str: # 'sum', 'mean', 'other', or 'unknown' if a probe would leave a mark, or would need other ranks; `None` if the batch does not show it
+    "Return how `loss_func` reduces a batch, as a probe finds"
+    try: copies = Copies(loss_func)
+    except Exception: return 'unknown'
     try:
-        with unnoticed(),_Alone():
-            for at in _thirds(n): # weights of samples may be alike in two parts by chance
-                a,b,ab = [copies()(apply(cut(i), pred), *apply(cut(i), yb)).double().item() for i in (*at,torch.arange(n))]
-                found.add(_told(a, b, ab, len(at[0])/n))
-    except _Exchanges: return 'untold'
+        with unnoticed(copies): return how_reduced(copies, (pred,*yb), find_bs(yb))
+    except Refused: return 'unknown'
     except Exception: return
-    found -= {None}
-    return 'other' if len(found)>1 else next(iter(found), None)
-
-def _thirds(n):
-    "Return three ways to take a third of the numbers below `n`, each with the rest"
-    i,c = torch.arange(n),max(1, n//3)
-    return [(o[:c],o[c:].sort()[0]) for o in (i,i.flip(0).clone(),torch.cat([i[1::2],i[::2]]))]
-
-def _told(a, b, ab, part):
-    "Return the reduction that gives `ab` from `a`, the loss of the first `part`, and `b`, that of the rest; `None` if several do"
-    near = lambda v: abs(v-ab)<=1e-4*max(abs(a), abs(b), abs(ab))
-    if not ab or near(a) and near(b): return
-    return 'sum' if near(a+b) else 'mean' if near(a*part+b*(1-part)) else 'other'
 
 # %% ../../nbs/306_evaluate.loss.ipynb #d980c537
-def unsettled(
-    what:str # In words
-):
-    "Print what ranks take for granted, and the command that compares them with one process"
-    sys.stderr.write(f'fastdist: {what}; no trial settles that. fastdist-check --audit -- SCRIPT compares ranks with one process\n')
+class Unsettled:
+    "What ranks take for granted, collected until `report` prints it in one line"
+    def __init__(self): self.found,self.reported = [],set()
+
+    def add(self,
+        text:str # A clause about the script
+    ):
+        "Collect `text`, once"
+        if text not in self.found and text not in self.reported: self.found.append(text)
+
+    def report(self):
+        "Print what was collected since the last report, and the command that compares ranks with one process"
+        if not self.found: return
+        sys.stderr.write(f'fastdist: {"; ".join(self.found)}. No probe settles whether that is what one process computes; fastdist-check --audit -- SCRIPT compares ranks with one process\n')
+        self.reported |= {*self.found}
+        self.found = []
 
 # %% ../../nbs/306_evaluate.loss.ipynb #6e56ef17
 class Reduction:
@@ -205,6 +188,7 @@ class Reduction:
         world:World # This process's world
     ):
         store_attr()
+        self.unsettled = Unsettled() # reported by rank 0
         self.noted = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
         self.asked,self._key,self._kind = {},None,None # id of a loss -> what is known of it; the loss that was noted last, with its `reduction`; its kind
 
@@ -253,19 +237,19 @@ class Reduction:
         o.calls += 1
         if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
         mine = (here.pred,here.yb) if here is not None and len(here.yb) else None
-        found = {*gather_objs(how_reduced(o.f, *mine) if mine else None)}-{None} or {self._ask_together(o.f, gather_objs(mine))}-{None}
-        if found: self._settle(o, 'untold' if 'untold' in found else 'other' if len(found)>1 else found.pop())
+        found = {*gather_objs(loss_reduction(o.f, *mine) if mine else None)}-{None} or {self._ask_together(o.f, gather_objs(mine))}-{None}
+        if found: self._settle(o, 'unknown' if 'unknown' in found else 'other' if len(found)>1 else found.pop())
 
     def _settle(self, o, kind):
         o.told,o.kind = True,kind
         self._kind = self._kind_of(o.f)
         if self.world.rank: return
         if kind=='other': warn('Your loss is {}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: {}'.format(*_why_other(o.f)))
-        if kind=='untold' and not stated(o.f): unsettled('your loss does not say how it reduces, and is taken for a mean over samples')
+        if kind=='unknown' and not stated(o.f): self.unsettled.add('your loss does not say how it reduces, and is taken for a mean over samples')
 
     def _ask_together(self, f, parts):
         parts = to_device([p for p in parts if p], self.world.device)
-        try: return how_reduced(f, *[join_rows(list(o)) for o in zip(*parts)]) if parts else None
+        try: return loss_reduction(f, *[join_rows(list(o)) for o in zip(*parts)]) if parts else None
         except Exception: return
 
 # %% ../../nbs/306_evaluate.loss.ipynb #b1381f75

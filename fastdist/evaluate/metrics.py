@@ -142,14 +142,14 @@ def merge_metrics(
     mets:list, # Metrics between `reset` and `value`, the same on all ranks
     sizes:list, # Sizes of this rank's batches
     zeros:dict, # `id` of a metric -> its `zero_state`
-    rules:dict=None, # `id` of a tried metric -> what `rules_for` returned
+    rules:dict=None, # `id` of a metric -> its way, as from `known_way`; 'sum' by default
     losses:tuple=None # This rank's part and `summed`, as for `batch_losses`; `None` without batches, or if the loss is a mean over samples
 )->list: # `(metric, reason)` of each that cannot be merged, which is unchanged
     "Merge the state of each of `mets` over ranks, in place: one exchange for them all, and a second one for the values of those with rows"
     rules = rules or {}
-    mets = [m for m in mets if type(m).accumulate is not Metric.accumulate and rules.get(id(m), 1) is not None]
+    mets = [m for m in mets if type(m).accumulate is not Metric.accumulate and rules.get(id(m))!='whole']
     if not mets or not grouped(): return []
-    states = [_State(m, zeros[id(m)] if id(m) in zeros else zero_state(m), rules.get(id(m))) for m in mets]
+    states = [_State(m, zeros[id(m)] if id(m) in zeros else zero_state(m), rules.get(id(m), 'sum')) for m in mets]
     sizes,losses = _exchange_states(states, sizes, losses)
     if any(losses): states = _set_losses(states, *zip(*filter(None, losses)))
     return _from_rank0([s for s in states if s.rows], sizes)+[(s.met,why) for s in states if not s.rows and (why := s.merge(sizes))]
@@ -189,13 +189,13 @@ def _reduced(v, zero, how):
 # %% ../../nbs/305_evaluate.metrics.ipynb #99301a2b
 class _State:
     "State of the metric `met`: this rank's in `mine`, that of each rank in `parts`"
-    def __init__(self, met, zero, rules):
+    def __init__(self, met, zero, rule):
         store_attr()
         self.mine,self.parts,self.rows = _sent(gained(met, zero)),[],[]
 
     def way(self, k):
         "Return the way to merge attribute `k`"
-        return 'sum' if self.rules is None or is_average(self.met) else self.rules.get(k)
+        return self.rule.get(k, 'sum') if isinstance(self.rule, dict) else self.rule
 
     def small(self):
         "Return `mine` with `...` in place of rows, and large sums described"
@@ -219,18 +219,10 @@ class _State:
         if no: return no
         for k in {k:0 for p in self.parts for k in p}:
             parts = [(p[k],s) for p,s in zip(self.parts, sizes) if k in p]
-            try: res[k] = _merge_one(self.zero.get(k), *map(list, zip(*parts)), self.way(k))
+            try: res[k] = merge(self.zero.get(k), *map(list, zip(*parts)), self.way(k))
             except (TypeError,ValueError,RuntimeError) as e: return f'{k}: {e}'
         for k,v in res.items(): setattr(self.met, k, _into(getattr(self.met, k, None), v))
         return ''
-
-# %% ../../nbs/305_evaluate.metrics.ipynb #84031d3b
-def _merge_one(zero, parts, sizes, how):
-    "Return `merge` by `how`; if `how` is unknown, raise `ValueError` unless all ways have the same result"
-    if how: return merge(zero, parts, sizes, how)
-    res = merge(zero, parts, sizes)
-    if all(works_as(zero, parts, res, sizes, w) for w in ways[1:4]): return res
-    raise ValueError('it began to change after it was tried')
 
 # %% ../../nbs/305_evaluate.metrics.ipynb #816a450a
 def _exchange_states(states, sizes, losses):

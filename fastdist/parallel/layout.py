@@ -279,7 +279,7 @@ class Layout:
         f:callable # Called with what runs the forward pass of `model`, as for `first_mixing`
     ):
         "Return what `f` returns; raise an error where `model` cannot be probed"
-        return f(LoneTrial(model))
+        return f(CopyProbe(model))
 
     def orders(self)->list: # For each wrapper that has exchanged gradients its parameters' names; to be saved
         "Return the orders in which gradients are exchanged; all ranks call it, after a step of the optimizer"

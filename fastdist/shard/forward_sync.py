@@ -23,6 +23,7 @@ from ..base.errors import *
 from ..comm.job import *
 from ..comm.collectives import *
 from ..comm.draws import *
+from ..evaluate.probe import *
 from ..evaluate.mixing import *
 from ..parallel.backward import *
 from .wrap_policy import *
@@ -133,8 +134,7 @@ class ShardProbe:
     ):
         models.rest()
         self.model,self.models,self.modules = model,models,[*model.modules()]
-        classes = {c for m in self.modules for c in type(m).__mro__ if not c.__module__.startswith('torch.distributed')}
-        self.copies = lone_copies([_own(models[model], self.modules), *classes])
+        self.copies = Copies(_own(models[model], self.modules))
 
     def agreed(self, found):
         "Return what `found` returns"
@@ -149,7 +149,7 @@ class ShardProbe:
         rows = [local(p.detach()) for p in self.model.parameters()]
         was = [t.clone() for t in rows]
         with ModuleState(self.model):
-            for m,held in zip(self.modules, self.copies()[0]): vars(m).update(held)
+            for m,held in zip(self.modules, self.copies()): vars(m).update(held)
             try: yield
             finally:
                 self.models.rest()

@@ -31,7 +31,7 @@ from ..base.errors import *
 from ..job.callbacks import *
 from ..comm.rng import *
 from ..data.loader import *
-from ..evaluate.sandbox import *
+from ..evaluate.probe import *
 from ..evaluate.recorder import *
 from ..state.values import *
 from ..state.snapshot import *
@@ -335,5 +335,5 @@ def reverted(
     with preserved(*objs):
         for o in objs: vars(o).update({k:v.copy() for k,v in vars(o).items() if isinstance(v, (list,dict,set,L))})
         for o in filter(risinstance(Metric), objs):
-            with suppress(Exception): vars(o).update(vars(Copies(o, params=False)()))
+            with suppress(Exception): vars(o).update(vars(Copies(o, whole=False)()))
         yield

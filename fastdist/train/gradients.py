@@ -35,6 +35,7 @@ from fastai.callback.schedule import LRFinder,ParamScheduler
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation,GradientClip
 from ..base.errors import *
+from ..job.pickling import *
 from ..job.callbacks import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
@@ -143,25 +144,27 @@ class RegularisationTerms:
         if self.phases.world.rank or type(cb) in self.named: return kind!='replaced'
         late = window.callback and cb.order>window.callback.order
         other_mean = kind=='batch' and type(cb) is not RNNRegularizer and (summed or self.batch.divides_unevenly)
-        mixed = False if kind=='replaced' or summed else mixes_in(cb, 'after_loss', found, learn)
+        mixed = False if kind=='replaced' or summed else callback_mixes(cb, 'after_loss', found, learn)
         if kind=='replaced' or late or other_mean or mixed:
             self.named.add(type(cb))
             warn(_changes.format(type(cb).__name__))
-        elif mixed is None and _is_blend(new):
-            unsettled(f'{type(cb).__name__} blends the loss with another, which is taken for a mean over samples')
+        elif mixed is None and kind=='batch' and type(cb) is not RNNRegularizer:
+            self.batch.reduction.unsettled.add(f'{type(cb).__name__} changes the loss in after_loss, which is taken for a mean over samples')
         return kind!='replaced'
 
     def watch(self,
         cb:Callback, # A user's
         event:str # 'before_batch', 'after_pred' or 'before_backward'
     ):
-        "Call `cb` at `event` of a batch of training; warn on rank 0 if what it changes mixes the samples of the batch"
+        "Call `cb` at `event` of a batch of training; warn on rank 0 if what it changes mixes the samples of the batch, and note what no probe settles"
         learn = self.phases.learn
         found = given(learn, event)
+        before = tensor_versions(found)
         cb(event)
-        if not self.phases.world.rank and mixes_in(cb, event, found, learn): warn(_mixes.format(type(cb).__name__, event))
-
-def _is_blend(new): return any(o.name()=='LerpBackward0' for o in _nodes(new, follow=lambda o: o.name() in _linear))
+        if self.phases.world.rank: return
+        mixed = callback_mixes(cb, event, found, learn)
+        if mixed: warn(_mixes.format(type(cb).__name__, event))
+        if mixed is None and has_changed(before, tensor_versions(given(learn, event))): self.batch.reduction.unsettled.add(f'{type(cb).__name__} changes the batch in {event}')
 
 # %% ../../nbs/706_train.gradients.ipynb #4af96396
 class WindowLosses(JobCallback):
@@ -415,22 +418,33 @@ def _is_constant(t):
     return fn is None or fn.name().endswith('AccumulateGrad')
 
 # %% ../../nbs/706_train.gradients.ipynb #394c7ae2
-def _name_mixing(model, phases, layout, empty):
-    "Name on rank 0 the first module of `model` and the first batch transform that mix samples, and hooks that see one rank's gradient and are not linear"
-    learn,lone = phases.learn,phases.world.rank or empty
-    if phases.size==1 or lone and not layout.gathers: return
-    try: found = layout.probe(model, lambda probe: first_mixing(probe, learn.xb))
+_module_mixes = ('{} ({}) mixes the samples of a batch: in a smaller batch it gives them other outputs, so N ranks differ from one process. '
+    'HINT: a norm of torch, which ranks synchronise, batch_first=True for attention, or a term in the loss that is a mean over samples')
+_transform_mixes = ('{} makes something else of a batch than of parts of it, so it mixes samples, and N ranks differ from one process. HINT: take statistics from all data, as Normalize.from_stats does')
+_nonlinear = ('The hook that you registered on {} is not linear, and sees the gradient of this rank before it is averaged, so N ranks differ from one process. '
+    "HINT: change p.grad in a callback with before_step, or fastai's GradientClip")
+
+def _probed_model(model, layout, xb, unsettled):
+    "Return the name of the first module that mixes samples; where no probe can tell of a user's module, add that to `unsettled`"
+    try: return layout.probe(model, lambda probe: first_mixing(probe, xb))
     except Exception as e:
         if isinstance(e, RankError) or is_broken(e): raise
-        found = None # nothing can be told without side effects: the audit can
-    if lone: return
-    if found is not None: warn(f'{found or "Your model"} ({type(model.get_submodule(found)).__name__.removeprefix("FSDP")}) mixes the samples of a batch: in a smaller batch it gives them other outputs, so N ranks differ from one process. '
-        'HINT: a norm of torch, which ranks synchronise, batch_first=True for attention, or a term in the loss that is a mean over samples')
-    src = phases.source
-    if t := mixing_transform(getattr(getattr(src, '__dict__', {}).get('dl', src), 'after_batch', None), (*learn.xb, *learn.yb)): warn(f'{t.name} makes something else of a batch than of parts of it, so it mixes samples, and N ranks '
-        'differ from one process. HINT: take statistics from all data, as Normalize.from_stats does')
-    if names := bent_hooks(model): warn(f'The hook that you registered on {", ".join(names[:4])} is not linear, and sees the gradient of this rank before it is averaged, so N ranks differ from '
-        'one process. HINT: change p.grad in a callback with before_step, or fastai\'s GradientClip')
+        if not all(of_library(made_in(type(m))) for m in model.modules()): unsettled.add('your model cannot be probed, and is taken to look at each sample by itself')
+
+def _probe_all(model, phases, layout, empty, unsettled):
+    "Warn on rank 0 of the first module of `model` and the first batch transform that mix samples, and of hooks that see one rank's gradient and are not linear"
+    learn,idle = phases.learn,phases.world.rank or empty
+    if phases.size==1 or idle and not layout.gathers: return
+    name = _probed_model(model, layout, learn.xb, unsettled)
+    if idle: return
+    if name is not None: warn(_module_mixes.format(name or 'Your model', type(model.get_submodule(name)).__name__.removeprefix('FSDP')))
+    source = getattr(phases.source, '__dict__', {}).get('dl', phases.source)
+    tfm = mixing_transform(getattr(source, 'after_batch', None), (*learn.xb,*learn.yb))
+    if tfm: warn(_transform_mixes.format(tfm.name))
+    found = hook_linearity(model)
+    nonlinear = [k for k,linear in found.items() if linear is False]
+    if nonlinear: warn(_nonlinear.format(', '.join(nonlinear[:4])))
+    for k in [k for k,linear in found.items() if linear is None][:4]: unsettled.add(f'your hook on {k} sees the gradient of one rank')
 
 # %% ../../nbs/706_train.gradients.ipynb #ffe7f14a
 class GlobalGradients(JobCallback):
@@ -456,7 +470,7 @@ class GlobalGradients(JobCallback):
         self.passes.begin(window)
         if not window or self.phases.size==1 or self.phases.world.rank: return
         names = ', '.join(sorted({type(o).__name__ for o in self.learn.cbs if may_read_loss(o)}))
-        if names: unsettled(_own_loss.format(names))
+        if names: self.batch.reduction.unsettled.add(_own_loss.format(names))
 
     def end(self):
         "Forget what belongs to a fit"
@@ -506,7 +520,7 @@ class GlobalGradients(JobCallback):
         if not self._is_wrapped(): self.wrap()
         if self.probed is not (model := own_model(self.learn)):
             self.probed = model
-            _name_mixing(model, self.phases, self.layout, self.batch.empty)
+            _probe_all(model, self.phases, self.layout, self.batch.empty, self.batch.reduction.unsettled)
         self.passes.begin_batch()
         try:
             with self.layout.step(self.passes.exchanges): run()
@@ -516,6 +530,7 @@ class GlobalGradients(JobCallback):
             raise
         finally: self.passes.due = False
         self.passes.numbers.share_loss()
+        if self.batch.reduction.unsettled.found and not self.phases.world.rank: self.batch.reduction.unsettled.report()
 
     def around(self,
         cb:Callback, # A user's, or one that adds to the loss
