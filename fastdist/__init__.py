@@ -102,7 +102,7 @@ Modules:
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.fits`: A Learner counts its fits with a path, and each is described by what the script gives it
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
-- `fastdist.state.held`: What callbacks, modules and the loss hold beside the model, compared between ranks
+- `fastdist.state.held`: What callbacks, modules and the loss hold beside the model, compared between ranks once an epoch
 - `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state
 - `fastdist.state.progress`: What a fit has changed, as values from which another process resumes
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit

@@ -24,6 +24,24 @@ class Critic(Callback):
 
 class Averaged(Critic): averages = True
 
+critic = nn.Linear(3,1)
+class OfScript(Callback):
+    "Trains a critic that is a global of the script"
+    def before_fit(self): self.oc = torch.optim.SGD(critic.parameters(), .1)
+    def after_pred(self):
+        if not self.training: return
+        self.oc.zero_grad()
+        critic(self.x).square().mean().backward()
+        self.oc.step()
+
+class Hard(Callback):
+    "How many examples of the rank were hard, by whatever name, and its loss of the last batch"
+    def __init__(self): self._seconds,self.last_members = 0,torch.tensor(0)
+    def after_batch(self):
+        n = ((self.pred-self.y).abs().flatten()>.8).sum()
+        self._seconds += int(n)
+        self.last_members = self.last_members+n
+
 class Counts(Callback):
     "Hits and hard examples of the rank, and its losses"
     def __init__(self): self.hits,self.hard,self.losses = 0,[],[]
@@ -76,6 +94,12 @@ class Quiet(Callback):
     def after_cancel_batch(self): self.total += self.pred.sum().item()
     def after_epoch(self): torch.distributed.all_reduce(tensor(self.total))
 
+class Agrees(Quiet):
+    "What is everybody's, without the number of the rank"
+    def __init__(self):
+        super().__init__()
+        del self.rank
+
 class Features(Callback):
     def after_pred(self): self.acts = self.pred
     def before_epoch(self): self.start = time.time()
@@ -113,10 +137,22 @@ def test_critic(n, shard):
 
 @ways
 def test_counts(n, shard):
-    "Counts of a rank's samples, and its losses, are named once with both values"
+    "Counts of a rank's samples, and lists that grow by them, are named once with both values"
     first,*others = on_ranks(lambda rank: told(Counts, shard=shard), n)
-    assert {o.split()[0] for o in first}=={'Counts.hits','Counts.hard','Counts.losses'} and len(first)==3 and not any(others), (first,others)
+    assert {o.split()[0] for o in first}=={'Counts.hits','Counts.hard'} and len(first)==2 and not any(others), (first,others)
     assert all('HINT: let what is counted be a metric' in o and 'epoch 0' in o for o in first), first
+
+@ways
+def test_critic_of_the_script(n, shard):
+    "A critic that no callback holds is found by the optimizer that trains it"
+    first,*others = on_ranks(lambda rank: told(OfScript, shard=shard), n)
+    assert {o.split()[0] for o in first}=={'OfScript.oc.params.0'} and len(first)==1 and 'average its gradients' in first[0] and not any(others), (first,others)
+
+@ways
+def test_hard_examples(n, shard):
+    "A count is named whatever it is called, as a whole number and as a tensor"
+    first,*others = on_ranks(lambda rank: told(Hard, shard=shard), n)
+    assert {o.split()[0] for o in first}=={'Hard._seconds','Hard.last_members'} and len(first)==2 and not any(others), (first,others)
 
 @ways
 def test_module(n, shard):
@@ -165,7 +201,7 @@ def _ran(rank, *cbs, **kw):
 @pytest.mark.replicas # it averages weights, which shards refuse
 def test_cost():
     "What agrees travels in the collective that compares the model; what was told of is not compared again"
-    cases = ([],2),([Quiet,Average],2),([],4),([Counts],2),([Counts],4)
+    cases = ([],2),([Agrees,Average],2),([],4),([Counts],2),([Counts],4)
     plain,held,longer,named,longer_named = [on_ranks(lambda rank: _ran(rank, *cbs, epochs=n), join=False)[0] for cbs,n in cases]
     test_eq(held-plain, Counter({'c10d::allreduce_':2})) # of Quiet, one an epoch
     test_eq(longer_named-named, longer-plain)

@@ -361,14 +361,16 @@ def _has_grad(p):
 def _in_phase(self:DistributedTrainer, run, f, event_type, *args):
     with self.phases.room():
         cancelled = None
+        if event_type=='train' and self.compares: self.held.begin()
         try: run(f, event_type, *args)
         except (CancelEpochException,CancelFitException) as e: cancelled = e # all ranks leave alike, and one of them may have decided by its own samples
         if cancelled and event_type=='train':
             for cb in _own_helpers(self.job): cb.before_state() # `after_train` was skipped
         self.layout.rest()
+        if self.compares: self.held.see()
         if event_type=='train' and self.compares:
             when = f'at the end of training in epoch {self.learn.epoch}'
-            self.held.tell(self.layout.compare(self.learn, when, self.held.table()), when)
+            self.held.report(self.layout.compare(self.learn, when, self.held.table()), when)
         if cancelled: raise cancelled
 
 # %% ../../nbs/709_train.trainer.ipynb #260e6383
