@@ -19,6 +19,7 @@ import torch
 from functools import cache
 from itertools import takewhile
 from contextlib import contextmanager
+from enum import Enum
 from types import BuiltinFunctionType,FunctionType
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
@@ -176,7 +177,7 @@ class _View:
     x,y = add_props(lambda i,o: detuplify((o.xb,o.yb)[i]))
     def __init__(self, learn, **kw): vars(self).update({k:v for k,v in vars(learn).items() if isinstance(v, (bool,int,float,str))} | kw)
 
-_values = int,float,complex,str,bytes,type(None),torch.Tensor,np.ndarray,np.generic,torch.dtype,torch.device,FunctionType,BuiltinFunctionType
+_values = int,float,complex,str,bytes,Enum,type(None),torch.Tensor,np.ndarray,np.generic,torch.dtype,torch.device,FunctionType,BuiltinFunctionType
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #f1fa1311
 def _is_value(o):
@@ -184,6 +185,11 @@ def _is_value(o):
     if isinstance(o, nn.Module): return sum(t.numel()*t.element_size() for t in o.parameters())<=2**28
     if isinstance(o, (dict,list,tuple,set,L)): return all(map(_is_value, o.values() if isinstance(o, dict) else o))
     return isinstance(o, _values)
+
+class _Unusable:
+    "Stands for what may act, in a probe of code that may leave it alone: any use of it is an error"
+    def __getattribute__(self, k): raise Refused(f'it uses {k} of something that may act')
+    def __bool__(self): raise Refused('it asks for the truth of something that may act')
 
 def _parts(was, total, n, c):
     "Return `was`, of `total` samples, for the first `c` of `n` samples, for the rest of them, and for all `n`"
@@ -198,9 +204,9 @@ def _parts(was, total, n, c):
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #f7008777
 def _run_event(cb, copies, learn, was):
-    "Return what a copy of `cb` has made of `was`"
+    "Return what a copy of `cb` has made of `was`, without the attributes that may act"
     (own,f),view,o = copies(),_View(learn, **was),type(cb).__new__(type(cb))
-    vars(o).update(own, learn=view)
+    vars(o).update({k:own[k] if k in own else _Unusable() for k in vars(cb)}, learn=view)
     f(o)
     return [vars(view)[k] for k in was]
 
@@ -212,8 +218,8 @@ def callback_mixes(
     most:int=6 # Samples to run
 )->bool: # `None` where a probe cannot tell
     "Return whether what `cb` makes of a batch in `event` is more than what it makes of parts of it, put together; of losses, their mean"
-    own,total = {k:v for k,v in vars(cb).items() if k!='learn'},find_bs(was.get('yb') or was['xb'])
-    if total<4 or not all(map(_is_value, own.values())) or not all(was[k].isfinite().all() for k in was if 'loss' in k): return
+    own,total = {k:v for k,v in vars(cb).items() if k!='learn' and _is_value(v)},find_bs(was.get('yb') or was['xb'])
+    if total<4 or not all(was[k].isfinite().all() for k in was if 'loss' in k): return
     n,c = min(total, most),min(total, most)//3
     try:
         copies = Copies((own,getattr(type(cb), event)))
