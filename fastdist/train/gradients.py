@@ -164,7 +164,7 @@ class RegularisationTerms:
         if self.phases.world.rank: return
         mixed = callback_mixes(cb, event, found, learn)
         if mixed: warn(_mixes.format(type(cb).__name__, event))
-        inherited = made_in(getattr(type(cb), event)).startswith('fastai.')
+        inherited = made_in(getattr(type(cb), event, None)).startswith('fastai.')
         if mixed is None and not inherited and has_changed(before, tensor_versions(given(learn, event))): self.batch.reduction.unsettled.add(f'{type(cb).__name__} changes the batch in {event}')
 
 # %% ../../nbs/706_train.gradients.ipynb #4af96396
