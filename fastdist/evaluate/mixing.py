@@ -84,12 +84,13 @@ class CopyProbe:
         model:nn.Module # Replicated, not in a wrapper; it stays as it is
     ):
         with unhooked(model): self.copies = Copies(model)
-        if any(hasattr(t, '_local_tensor') for t,_ in self.copies.met): raise ValueError('a model in shards needs all ranks')
+        if any(isinstance(t, torch.Tensor) and hasattr(t, '_local_tensor') for t,_ in self.copies.met): raise ValueError('a model in shards needs all ranks')
 
     def run(self, xb, training, times=1):
         "Return `module_outputs` of a copy in the last of `times` passes"
-        model = self.copies()
-        with alone(self.copies): return [module_outputs(model, xb, training) for _ in range(times)][-1]
+        with alone(self.copies):
+            model = self.copies()
+            return [module_outputs(model, xb, training) for _ in range(times)][-1]
 
     def agreed(self,
         found:callable # Returns whether something was found
@@ -203,11 +204,12 @@ def _parts(was, total, n, c):
     return [{k:apply(partial(part, rows, f, k), v) for k,v in was.items()} for rows,f in sizes]
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #f7008777
-def _run_event(cb, copies, learn, was):
-    "Return what a copy of `cb` has made of `was`, without the attributes that may act"
-    (own,f),view,o = copies(),_View(learn, **was),type(cb).__new__(type(cb))
+def _run_event(cb, event, copies, learn, was):
+    "Return what a copy of `cb` has made of `was` in `event`, without the attributes that may act"
+    (own,cls),view = copies(),_View(learn, **was)
+    o = cls.__new__(cls)
     vars(o).update({k:own[k] if k in own else _Unusable() for k in vars(cb)}, learn=view)
-    f(o)
+    getattr(cls, event)(o)
     return [vars(view)[k] for k in was]
 
 def callback_mixes(
@@ -222,8 +224,8 @@ def callback_mixes(
     if total<4 or not all(was[k].isfinite().all() for k in was if 'loss' in k): return
     n,c = min(total, most),min(total, most)//3
     try:
-        copies = Copies((own,getattr(type(cb), event)))
-        return _parts_differ(partial(_run_event, cb, copies, learn), copies, _parts(was, total, n, c), c, n)
+        copies = Copies((own,type(cb)))
+        return _parts_differ(partial(_run_event, cb, event, copies, learn), copies, _parts(was, total, n, c), c, n)
     except Exception: return
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #153e8842

@@ -134,7 +134,7 @@ class ShardProbe:
     ):
         models.rest()
         self.model,self.models,self.modules = model,models,[*model.modules()]
-        self.copies = Copies(_own(models[model], self.modules))
+        self.copies = Copies((_own(models[model], self.modules),[type(m) for m in self.modules]))
 
     def agreed(self, found):
         "Return what `found` returns"
@@ -142,14 +142,14 @@ class ShardProbe:
 
     def run(self, xb, training, times=1):
         "Return `module_outputs` of the model in the last of `times` passes"
-        with self._on_copies(): return [module_outputs(self.model, xb, training) for _ in range(times)][-1]
+        with self.copies.probed(),self._on_copies(): return [module_outputs(self.model, xb, training) for _ in range(times)][-1]
 
     @contextmanager
     def _on_copies(self):
         rows = [local(p.detach()) for p in self.model.parameters()]
         was = [t.clone() for t in rows]
         with ModuleState(self.model):
-            for m,held in zip(self.modules, self.copies()): vars(m).update(held)
+            for m,held in zip(self.modules, self.copies()[0]): vars(m).update(held)
             try: yield
             finally:
                 self.models.rest()
