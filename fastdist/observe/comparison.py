@@ -186,8 +186,10 @@ class Moment:
         row:Row # That differs
     )->str: # Begins with a space, or empty
         "Return in words where the difference of `row` begins"
-        fixed = [dict(o, points=_undrawn(o['points'], self.draws)) for o in self.a]
-        place = first_place(fixed, self.b, max(1e-4, 30*min(row.rounding, 1e-3))) if row.part!='end' else ''
+        floor = max(1e-4, 30*min(row.rounding, 1e-3))
+        random = {first_place([self.one], [o], floor) for o in self.again} if self.again else self.draws
+        fixed = [dict(o, points=_undrawn(o['points'], random)) for o in self.a]
+        place = first_place(fixed, self.b, floor) if row.part!='end' else ''
         owner,sizes = row.name.partition('.')[0],[sum(o['n'] for o in run) for run in (self.a,self.b)]
         others = ': what it computes depends on the other samples of a batch' if len(self.a)!=len(self.b) else ''
         if row.name==_batch: return _cancelled((*self.b, *self.a))
@@ -213,9 +215,9 @@ def _cancelled(moments):
     found = [x for o in moments for x in o['cancelled']]
     return f' It begins in {found[0]}, which leaves batches out by what one rank knows.' if found else ' One of them recorded fewer.'
 
-def _undrawn(points, draws):
-    "Return `points` before the first that depends on random numbers"
-    return points[:next((i for i,(name,_) in enumerate(points) if name in draws), len(points))]
+def _undrawn(points, random):
+    "Return `points` before the first of a name in `random`"
+    return points[:next((i for i,(name,_) in enumerate(points) if name in random), len(points))]
 
 # %% ../../nbs/806_observe.comparison.ipynb #57353137
 def read_trace(
