@@ -306,6 +306,31 @@ def test_a_trial_leaves_nothing():
     test_eq(many[0][:2], many[1][:2])
     test_eq(one[0], len(one[2]))
 
+calls = []
+class Tallies(nn.Module):
+    "Counts its calls in its class and in the script"
+    sizes = []
+    def forward(self, x):
+        calls.append(len(x))
+        self.sizes.append(len(x))
+        return x
+class Autocasts(Callback):
+    "Enters an autocast in one event and leaves it in another"
+    def before_batch(self):
+        self.low = torch.autocast('cpu', dtype=torch.bfloat16)
+        self.low.__enter__()
+    def after_pred(self):
+        self.low.__exit__(None, None, None)
+        self.learn.pred = self.pred.float()
+
+@pytest.mark.parametrize('shard', (False,True))
+def test_a_trial_leaves_nothing_in_a_class_in_the_script_and_in_precision(shard):
+    def fit(rank):
+        learn = learner(Tallies(), cbs=Autocasts())
+        with learn.distrib_ctx(shard=shard), learn.no_bar(), learn.no_logging(): learn.fit(1, .01)
+        return len(calls),len(Tallies.sizes),torch.is_autocast_enabled('cpu')
+    test_eq(on_ranks(fit, 2, join=False), [(8,8,False)]*2) # four batches to train and four to validate
+
 @pytest.mark.parametrize('f', [lambda x: signal.raise_signal(signal.SIGURG), lambda x: torch.save(x, 'x.pth'), lambda x: np.save('x.npy', x.numpy()),
     lambda x: x.numpy().tofile('x')])
 def test_what_writes_is_called_as_often_as_in_one_process(f):

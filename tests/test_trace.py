@@ -17,10 +17,10 @@ data = [(x, x[:2].sum()[None], i%3) for i,x in enumerate(xs)]
 bs = 8
 
 def loaders(items, **kw): return DataLoaders.from_dsets(items[:70], items[70:], bs=bs, shuffle=True, num_workers=0, device='cpu', **kw)
-def learner(model=None, loss=None, cbs=None, **kw):
+def learner(model=None, loss=None, cbs=None, opt=Adam, **kw):
     set_seed(4)
     model = model() if model else nn.Sequential(nn.Linear(6,5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5,1))
-    return Learner(loaders([o[:2] for o in data], **kw), model, loss_func=loss or MSELossFlat(), metrics=mae, cbs=cbs, lr=1e-2)
+    return Learner(loaders([o[:2] for o in data], **kw), model, loss_func=loss or MSELossFlat(), metrics=mae, cbs=cbs, lr=1e-2, opt_func=opt)
 
 # What mixes samples, and is wrong
 
@@ -110,8 +110,50 @@ def classes():
 
 def dropped(): return learner(lambda: nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Linear(5,1)))
 
-right = dict(plain=learner, ema=lambda: learner(cbs=Ema()), decay=lambda: learner(cbs=Cut()), classes=classes, clip=lambda: learner(cbs=GradientClip(.1)),
-    saves=lambda: learner(cbs=[SaveModelCallback(),CSVLogger(append=True)]), rows=lambda: learner(cbs=ShortEpochCallback(.7)), dropped=dropped)
+class Table(Module):
+    "With gradients that are sparse"
+    def __init__(self): self.rows,self.l = nn.Embedding(3, 4, sparse=True),nn.Linear(4,1)
+    def forward(self, x): return self.l(self.rows(x.argmax(1)%3))
+def table(): return learner(Table, cbs=[], opt=SGD)
+
+graph_items = [(torch.cat([x.view(2,3)]*(1+i%3)), i%3) for i,x in enumerate(xs)]
+def as_one(b):
+    "Return the nodes of all graphs in one tensor, the number of each one's graph, and a target for each graph"
+    return torch.cat([x for x,_ in b]),torch.cat([torch.full((len(x),), i) for i,(x,_) in enumerate(b)]),tensor([[float(y)] for _,y in b])
+
+class Pools(Module):
+    def __init__(self): self.l = nn.Linear(3,1)
+    def forward(self, x, g): return torch.zeros(int(g.max())+1, 1).index_add(0, g, self.l(x))
+
+def of_nodes(b):
+    x,g,_ = as_one(b)
+    return x,g,x.sum(1, keepdim=True)
+class Nodes(Module):
+    def __init__(self): self.l = nn.Linear(3,1)
+    def forward(self, x, g): return self.l(x)
+
+def graphs(collate, model):
+    set_seed(4)
+    return Learner(loaders(graph_items, create_batch=collate), model(), loss_func=MSELossFlat(), opt_func=SGD)
+
+class Half(Callback):
+    "Enters an autocast in one event and leaves it in another"
+    def before_batch(self):
+        self.ctx = torch.autocast('cpu', dtype=torch.bfloat16)
+        self.ctx.__enter__()
+    def after_loss(self): self.ctx.__exit__(None, None, None)
+
+def by_chance():
+    set_seed(4)
+    model = nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Linear(5,3))
+    return Learner(loaders([(x,c) for x,_,c in data]), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=EarlyStoppingCallback('accuracy'))
+def blended():
+    learn = by_chance()
+    return learn.add_cb(MixUp())
+
+right = dict(plain=learner, table=table, pooled=partial(graphs, as_one, Pools), nodes=partial(graphs, of_nodes, Nodes), ema=lambda: learner(cbs=Ema()), decay=lambda: learner(cbs=Cut()), classes=classes, clip=lambda: learner(cbs=GradientClip(.1)),
+    saves=lambda: learner(cbs=[SaveModelCallback(),CSVLogger(append=True)]), rows=lambda: learner(cbs=ShortEpochCallback(.7)), dropped=dropped, by_chance=by_chance, blended=blended, half=lambda: learner(cbs=Half()),
+    accumulated=lambda: learner(cbs=GradientAccumulation(6*bs), opt=SGD))
 
 def traced(rank, cases, folder, n, again=False, **kw):
     "Trace a short fit of each of `cases`, whose batch is divided by `n`"
@@ -148,7 +190,8 @@ def test_what_is_right_is_not_named(cases, size, tmp_path):
     res = compared(cases, tmp_path, n, shard=shard)
     bad = [f'{k}: {o}' for k,o in res.items() if not o.ok]
     assert not bad, '\n'.join(bad)
-    assert {k:o.draws for k,o in res.items() if o.draws}==({'dropped':['model.1']} if 'dropped' in cases else {})
+    draws = dict(dropped=['model.1'], by_chance=['model.1'], blended=['MixUp.before_batch','model.1'])
+    assert {k:[o.partition(' ')[0] for o in o.draws] for k,o in res.items() if o.draws}=={k:v for k,v in draws.items() if k in cases}
 
 # What is random, and what is another in each run
 
@@ -158,6 +201,21 @@ class Unseeded(Callback):
 def test_a_script_that_no_seed_repeats_is_said_to_be_one(tmp_path):
     res, = compared(dict(it=lambda: learner(cbs=Unseeded())), tmp_path, 2).values()
     assert not res.ok and 'no seed of Python, NumPy or torch decides' in str(res), str(res)
+
+class ByTorch:
+    def __len__(self): return 70
+    def __getitem__(self, i): return data[i][:2]
+@pytest.mark.parametrize('workers', (0,1))
+def test_what_is_random_behind_a_loader_of_torch(workers, tmp_path):
+    def run(rank, name, n):
+        set_seed(4)
+        dls = DataLoaders(*[torch.utils.data.DataLoader(ByTorch(), batch_size=24//n, shuffle=o, num_workers=workers) for o in (True,False)])
+        learn = Learner(dls, nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Linear(5,1)), loss_func=MSELossFlat(), cbs=ShortTrace(tmp_path/name, 2, again=name=='again'))
+        with suppress(TraceEnd), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(): learn.fit(1)
+    for name,n in dict(one=1, again=1, many=2).items(): on_ranks(partial(run, name=name, n=n), n, timeout=200)
+    res = Comparison(*(tmp_path/o for o in ('one','many','again')))
+    assert res.ok and any(o.name=='the samples of the batch' for o in res.compared) and any(o.random for o in res.rows if o.name=='loss'), str(res)
+
 
 def noisy(x): return x+.1*torch.randn_like(x)
 

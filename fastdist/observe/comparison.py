@@ -54,28 +54,44 @@ def scales(
 
 # %% ../../nbs/806_observe.comparison.ipynb #3ace992f
 def joined(
-    parts:list # Of each rank: shape, dimension and a number for each sample
+    parts:list # Of each rank: shape, dimension and a number for each sample; `None` where a tensor has no samples
 )->tuple: # What the shapes have in common, and the numbers of all samples; `None` where shapes do not fit
     "Put the samples of ranks together"
+    if not all(parts): return
     common = {(dim,shape[dim]//len(rows),*shape[:dim],*shape[dim+1:]) for shape,dim,rows in parts}
     return (common.pop(),torch.cat([o[2] for o in parts])) if len(common)==1 else None
 
-def _columns(moments):
-    "Return a row for each sample of the batch that `moments` of ranks have, a column for each of its tensors"
+def _of_batch(moments):
+    "Return position in the batch -> `joined` numbers of its samples, for each tensor that has some on all ranks"
     batch = [next((ts for name,ts in o['points'] if name=='the batch'), []) for o in moments]
-    cols = [o[1] for o in map(joined, zip(*batch)) if o]
-    return torch.stack(cols).T.nan_to_num() if len({*map(len, cols)})==1 else torch.zeros(0, 0)
+    return {i:o for i,o in enumerate(map(joined, zip(*batch))) if o}
+
+def _columns(a, b):
+    "Return for `a` and `b` a row for each sample of the batch, a column for each tensor that both have"
+    a,b = _of_batch(a),_of_batch(b)
+    both = [i for i in a if i in b and a[i][0]==b[i][0]]
+    cols = [[o[i][1] for i in both] for o in (a,b)]
+    return [torch.stack(o).T.nan_to_num() if len({*map(len, o)})==1 else torch.zeros(0, 0) for o in cols]
+
+def _n_distinct(cols): return len(torch.unique((cols*1e4).round(), dim=0))
+
+def _numbers_of_samples(a, b):
+    "Return the columns of `a` and `b` that have the same numbers; all of them if these do not tell the samples of `a` apart"
+    if a.shape!=b.shape: return a,b
+    same = (a.sort(0)[0]-b.sort(0)[0]).abs().amax(0)<1e-4
+    return (a[:,same],b[:,same]) if same.any() and _n_distinct(a[:,same])==_n_distinct(a) else (a,b)
 
 def matching(
     a:list, # Moments of all ranks of one run
     b:list # Those of the other
 )->Tensor: # Indices; `None` where they are other samples
     "Return for each sample of `a` where it is in `b`"
-    a,b = _columns(a),_columns(b)
+    a,b = _columns(a, b)
     if not len(a) or len(b)<len(a) or a.shape[1:]!=b.shape[1:]: return
     size = a.abs().amax(0).clamp_min(1e-30)
-    if a.shape==b.shape and ((a-b)/size).abs().max()<1e-4: return torch.arange(len(a))
-    apart = torch.cdist(a/size, b/size)
+    a,b = _numbers_of_samples(a/size, b/size)
+    if a.shape==b.shape and (a-b).abs().max()<1e-4: return torch.arange(len(a))
+    apart = torch.cdist(a, b)
     lost,more = (apart.amin(1)>=1e-4).sum(),(apart.amin(0)>=1e-4).sum()
     return apart.argmin(1) if not lost and more<=len(b)-len(a) else None
 
@@ -121,6 +137,8 @@ class Row:
 # %% ../../nbs/806_observe.comparison.ipynb #dd156ce3
 _samples,_batch,_predicted = 'the samples of the batch','the batches that make a step','the predictions'
 
+def _is_loss(name): return name=='loss' or name.startswith(('Recorder.losses','learn.smooth_loss'))
+
 def _is_float(v): return v[0]==() and v[1].is_floating_point()
 
 class Moment:
@@ -150,8 +168,24 @@ class Moment:
         if kind!='end':
             repeated = max([_fits(matching([self.one], [o])) for o in self.again], default=0.)
             res.append(self.row(_samples, _fits(self.matches), repeated))
-        for part in ('values','script'): res += [self._value(part, n, v) for n,v in self.one[part].items()]
+        own = self._has_own_losses()
+        for part in ('values','script'): res += [self._value(part, n, v) for n,v in self.one[part].items() if not (own and _is_loss(n))]
         return res+([self._predictions()] if kind=='validation' else [])
+
+    def _has_own_losses(self):
+        "Return whether losses are those of one rank's samples until the epoch ends, as in an accumulation window"
+        runs = [[o['values']['loss'] for o in run if 'loss' in o['values']] for run in (self.a,self.b)]
+        return any(gap(losses[0], o)>self.floor for losses in runs for o in losses[1:])
+
+    def may_coincide(self,
+        row:Row, # One of `rows`
+        rows:list
+    )->bool:
+        "Return whether what is random may have given `row` the same value in a repetition: a number, whole numbers, what a step makes of a random gradient"
+        v = (self.one['values'] | self.one['script']).get(row.name)
+        if v is None or row.name=='loss' or row.name.startswith('gradient of'): return False
+        param = row.name.partition('optimizer state of ')[2].rpartition(': ')[0] or row.name
+        return len(v[1])==1 or not v[1].is_floating_point() or any(o.random for o in rows if o.name==f'gradient of {param}')
 
     def _value(self, part, name, v):
         scale,found = self.sizes.get(_kind(name), 0.),{k:o[part][name] for k,o in enumerate(self.b) if name in o[part]}
@@ -201,7 +235,7 @@ class Moment:
         if _kind(row.name)!='gradient': return ''
         between = ', '.join(self.one['between'][:3])
         where = f', where there is {between}.' if between else '.'
-        return ' Loss and predictions are the same, so it begins between the loss and the gradients'+where
+        return ' Loss and predictions are the same but for rounding, so it begins in how the loss reduces a batch, or between the loss and the gradients'+where
 
 def _fits(matches): return math.inf if matches is None else 0.
 
@@ -245,12 +279,20 @@ class Comparison:
             a,b,again = [[o[k] for o in run if k in o] for run in (one,many,rest)]
             if a and b:
                 moments[k] = Moment(a, b, again, self.draws)
-                self.rows += moments[k].rows()
+                self._add(moments[k])
             else: self.rows.append(_missing(*k, len(again)==len(rest)))
         row = self.first
         found = moments.get((row.fit,row.part,row.step)) if row else None
         everything = [o for run in (many,one) for rank in run for o in rank.values()]
         self.origin = found.origin(row) if found else _cancelled(everything) if row else ''
+
+    def _add(self, moment):
+        "Add the rows of `moment`; behind a value that is random a difference may be so too"
+        found = moment.rows()
+        self.rows += found
+        if not self.draws or not any(o.random for o in self.rows): return
+        for o in found:
+            if o.differs and moment.may_coincide(o, found): o.differs,o.random = False,True
 
     @property
     def compared(self):

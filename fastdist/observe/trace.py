@@ -18,13 +18,14 @@ __all__ = ['summary', 'per_sample', 'tensors_in', 'numbers_in', 'trained_values'
 import inspect,io,json,math,os,random,sys,time,zipfile,zlib,fastai.data.core,fasttransform.transform
 from collections import deque
 from contextlib import ExitStack
+from itertools import chain,islice
 from numbers import Real
 from traceback import extract_tb
 from torch import distributed as dist
+from torch.utils.data import DataLoader as TorchLoader
 from torch.nn.modules.module import register_module_forward_hook,register_module_forward_pre_hook
 from fastcore.all import *
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from ..base.errors import *
 from ..job.callbacks import *
@@ -109,11 +110,12 @@ def numbers_in(
 
 # %% ../../nbs/805_observe.trace.ipynb #c01d6c38
 def _whole(t, p=None):
-    "Return all of a tensor that may be in shards, or is a rank's part of the state of parameter `p`; all ranks take part"
+    "Return all of a tensor that may be sparse or in shards, or is a rank's part of the state of parameter `p`; all ranks take part"
     of_rank = hasattr(p, '_local_tensor') and isinstance(t, Tensor) and t.ndim and t.shape==p.to_local().shape
     if of_rank and _is_local(t):
         t = type(p.data).from_local(t, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
-    return t.full_tensor() if hasattr(t, 'full_tensor') else t
+    t = t.full_tensor() if hasattr(t, 'full_tensor') else t
+    return t.to_dense() if isinstance(t, Tensor) and t.layout!=torch.strided else t
 
 def _optimizer(name, opt, params):
     "Return state, parameters that are not among `params` (identity -> name) and hyperparameters of `opt`"
@@ -211,10 +213,11 @@ class BatchWatch(ExitStack):
     "Records in `points` which samples transforms, modules and callbacks gave, and in `draws` who drew random numbers"
     def __init__(self,
         learn:Learner, # In a fit
-        draws:dict # Takes the names of who draws, as keys
+        draws:dict, # Takes the names of who draws, as keys
+        low:set # Takes the data types of less than 32 bits in which modules and callbacks compute
     ):
         super().__init__()
-        self.learn,self.draws,self.names,self.pid = learn,draws,_named_modules(learn),os.getpid()
+        self.learn,self.draws,self.low,self.names,self.pid = learn,draws,low,_named_modules(learn),os.getpid()
         self.running,self.after,self.last,self.points,self.read,self.n,self.shown = [],None,_generators(),[],[],0,None
         for i,cb in reversed([*enumerate(learn.cbs)]): learn.cbs.items.insert(i+1, AfterCallback(self, cb))
         learn.cbs.items.append(BeforeCallbacks(self))
@@ -237,8 +240,10 @@ class BatchWatch(ExitStack):
         self.last = now
 
     def _add(self, name, out):
-        found = [o for o in (per_sample(t, self.n) for t in tensors_in(out)) if o] if self.n else []
-        if found: self.points.append((name,found))
+        ts = tensors_in(out) if self.n else []
+        self.low |= {t.dtype for t in ts if t.is_floating_point() and t.itemsize<4}
+        found = [per_sample(t, self.n) for t in ts]
+        if any(found): self.points.append((name,found))
 
     def _enter(self, m, args):
         if id(m) not in self.names: return
@@ -315,11 +320,7 @@ def rank_file(
     "Return the file that `rank` writes for the trace `path`"
     return Path(f'{path}.{rank}' if rank else path)
 
-def _floor(learn):
-    "Return the relative difference that rounding explains in the lowest precision in which `learn` computes"
-    amp = [getattr(torch, 'bfloat16' if o.amp_mode.value=='bf16' else 'float16') for o in learn._grab_cbs(MixedPrecision)]
-    low = {o for o in (*amp, *(p.dtype for p in own_model(learn).parameters())) if o.is_floating_point and o.itemsize<4}
-    return max(1e-5, *(8*torch.finfo(o).eps for o in low), 0)
+def _floor(low): return max([1e-5, *(8*torch.finfo(o).eps for o in low)]) # relative difference that rounding explains
 
 def _between(learn):
     "Return what runs between the loss and the gradients"
@@ -358,7 +359,7 @@ class Trace(LendingCallback):
 
     def _open(self):
         "Begin a file, or go on with that of earlier fits of this process"
-        self.file,self.done,self.draws = rank_file(self.path, _rank()),{True:0,False:0},{}
+        self.file,self.done,self.draws,self.low = rank_file(self.path, _rank()),{True:0,False:0},{},set()
         self.cancelled,self.grads,size = [],{},dist.get_world_size() if grouped() else 1
         head = dict(run=f'{os.getpid()}-{_run}', rank=_rank(), size=size, torch=torch.__version__)
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -373,7 +374,7 @@ class Trace(LendingCallback):
         n,buf = more.pop('n', None) or self.watch.n,io.BytesIO()
         values,script = [{k:_recorded(t, n) for k,t in o.items()} for o in (values,script)]
         more |= dict(values=values, script=script, draws=[*self.draws], cancelled=self.cancelled)
-        torch.save(dict(fit=self.fit, part=part, i=i, n=n, floor=_floor(self.learn), **more), buf)
+        torch.save(dict(fit=self.fit, part=part, i=i, n=n, floor=_floor(self.low), **more), buf)
         with zipfile.ZipFile(self.file, 'a') as z: z.writestr(f'{len(z.namelist()):05}.pt', buf.getvalue())
 
     def _stop(self):
@@ -381,7 +382,7 @@ class Trace(LendingCallback):
         self.watch = None
 
     def before_train(self):
-        if self.busy and self.done[self.training]<self.steps: self.watch = BatchWatch(self.learn, self.draws)
+        if self.busy and self.done[self.training]<self.steps: self.watch = BatchWatch(self.learn, self.draws, self.low)
     before_validate = before_train
 
     def before_batch(self): self.stepped = False
@@ -416,7 +417,7 @@ class Trace(LendingCallback):
         if not self.busy or self.epoch or not hasattr(self.learn, 'recorder'): return
         batch = self.learn.xb,self.learn.yb
         n = find_bs(self.learn.yb or self.learn.xb)
-        points = [('the batch', [o for o in (per_sample(t, n) for t in tensors_in(batch)) if o])]
+        points = [('the batch', [per_sample(t, n) for t in tensors_in(batch)])]
         log = dict(zip(self.recorder.metric_names or (), self.recorder.log))
         metrics = {f'{k[1:]} of the epoch':t for k,t in numbers_in('', log, set()).items()}
         self._write('end', 0, metrics, script_values(self.learn), n=n, points=points)
@@ -440,10 +441,33 @@ def _other_digits(learn):
         signs = 2*torch.randint(2, p.shape, generator=g).to(p)-1
         if p.is_floating_point(): p.data *= 1+8*torch.finfo(p.dtype).eps*signs
 
-def _other_draws(get_idxs):
-    res = get_idxs()
+def _seed_again():
     for f in (random.seed,np.random.seed,torch.manual_seed): f(20261)
-    return res
+
+class _OtherDraws(GetAttr):
+    "Indices of the torch loader `dl`: the same as ever, after which other numbers are drawn"
+    _default = 'indices'
+    def __init__(self, dl, indices): self.dl,self.indices = dl,indices
+    def __len__(self): return len(self.indices)
+    def __iter__(self):
+        if self.dl.generator is None: torch.empty((), dtype=torch.int64).random_() # as torch draws before it
+        res = iter(self.indices)
+        some = list(islice(res, 1)) # with the order
+        _seed_again()
+        return chain(some, res)
+
+def _draw_otherwise(dl):
+    "Let `dl` draw the same order as ever, and other random numbers from then on"
+    if hasattr(dl, 'get_idxs'):
+        get_idxs = dl.get_idxs
+        def other():
+            res = get_idxs()
+            _seed_again()
+            return res
+        dl.get_idxs = other
+    elif isinstance(dl, TorchLoader):
+        k = 'sampler' if dl.batch_sampler is None else 'batch_sampler'
+        vars(dl)[k] = _OtherDraws(dl, getattr(dl, k)) # torch refuses to set it
 
 # %% ../../nbs/805_observe.trace.ipynb #832b4f43
 class ShortTrace(Trace):
@@ -466,8 +490,7 @@ class ShortTrace(Trace):
     def before_fit(self):
         if not self.busy or not self.again or self.fit: return
         _other_digits(self.learn)
-        for dl in self.dls.loaders:
-            if hasattr(dl, 'get_idxs'): dl.get_idxs = partial(_other_draws, dl.get_idxs)
+        for dl in self.dls.loaders: _draw_otherwise(dl)
 
     def after_batch(self):
         super().after_batch()

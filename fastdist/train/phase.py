@@ -52,7 +52,7 @@ def split_bs(
 )->int:
     "Return the samples of one rank, of a batch of `bs`; raise `OptionError` where it cannot be split evenly"
     if not split or bs is None: return bs
-    if bs%size: raise OptionError('split_batches', True, f'{size} ranks cannot split a batch of {bs}. HINT: a multiple of {size}')
+    if bs%size: raise OptionError('split_batches', True, f'{size} ranks cannot split a batch of {bs}. HINT: a multiple of {size}; in an audit another --nprocs, or --per_rank')
     return bs//size
 
 # %% ../../nbs/704_train.phase.ipynb #8b093ba2
