@@ -151,9 +151,10 @@ def blended():
     learn = by_chance()
     return learn.add_cb(MixUp())
 
-right = dict(plain=learner, table=table, pooled=partial(graphs, as_one, Pools), nodes=partial(graphs, of_nodes, Nodes), ema=lambda: learner(cbs=Ema()), decay=lambda: learner(cbs=Cut()), classes=classes, clip=lambda: learner(cbs=GradientClip(.1)),
-    saves=lambda: learner(cbs=[SaveModelCallback(),CSVLogger(append=True)]), rows=lambda: learner(cbs=ShortEpochCallback(.7)), dropped=dropped, by_chance=by_chance, blended=blended, half=lambda: learner(cbs=Half()),
-    accumulated=lambda: learner(cbs=GradientAccumulation(6*bs), opt=SGD))
+right = dict(plain=learner, table=table, pooled=partial(graphs, as_one, Pools), nodes=partial(graphs, of_nodes, Nodes),
+    ema=lambda: learner(cbs=Ema()), decay=lambda: learner(cbs=Cut()), classes=classes, clip=lambda: learner(cbs=GradientClip(.1)),
+    saves=lambda: learner(cbs=[SaveModelCallback(),CSVLogger(append=True)]), rows=lambda: learner(cbs=ShortEpochCallback(.7)), dropped=dropped,
+    by_chance=by_chance, blended=blended, half=lambda: learner(cbs=Half()), accumulated=lambda: learner(cbs=GradientAccumulation(6*bs), opt=SGD))
 
 def traced(rank, cases, folder, n, again=False, **kw):
     "Trace a short fit of each of `cases`, whose batch is divided by `n`"
@@ -210,7 +211,8 @@ def test_what_is_random_behind_a_loader_of_torch(workers, tmp_path):
     def run(rank, name, n):
         set_seed(4)
         dls = DataLoaders(*[torch.utils.data.DataLoader(ByTorch(), batch_size=24//n, shuffle=o, num_workers=workers) for o in (True,False)])
-        learn = Learner(dls, nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Linear(5,1)), loss_func=MSELossFlat(), cbs=ShortTrace(tmp_path/name, 2, again=name=='again'))
+        model,cb = nn.Sequential(nn.Linear(6,5), nn.Dropout(), nn.Linear(5,1)),ShortTrace(tmp_path/name, 2, again=name=='again')
+        learn = Learner(dls, model, loss_func=MSELossFlat(), cbs=cb)
         with suppress(TraceEnd), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(): learn.fit(1)
     for name,n in dict(one=1, again=1, many=2).items(): on_ranks(partial(run, name=name, n=n), n, timeout=200)
     res = Comparison(*(tmp_path/o for o in ('one','many','again')))

@@ -16,7 +16,7 @@ The code is the user's, so a probe runs a copy, without gradient and without out
 __all__ = ['Copies', 'Refused', 'alone', 'unnoticed', 'cut', 'thirds', 'how_reduced', 'is_near', 'mixes']
 
 # %% ../../nbs/301_evaluate.probe.ipynb #9d99cd9b
-import cloudpickle,io,logging,os,pickle,sys,torch,warnings
+import cloudpickle,io,logging,os,pickle,signal,sys,torch,warnings
 from collections import deque
 from contextlib import ExitStack,contextmanager,redirect_stdout
 from copy import deepcopy
@@ -101,6 +101,7 @@ class _Unpickler(pickle.Unpickler):
         if t is not None: return t.clone()
         return _copied_parameter(o) if self.params and isinstance(o, torch.nn.Parameter) else o
 
+# %% ../../nbs/301_evaluate.probe.ipynb #01c1b4e6
 _code,_holders = (FunctionType,property,staticmethod,classmethod),(list,dict,set,deque,torch.Tensor)
 
 def _own_attributes(cls):
@@ -113,6 +114,7 @@ def _restore_class(cls, was):
     for k,v in was.items():
         if vars(cls).get(k) is not v: setattr(cls, k, v)
 
+# %% ../../nbs/301_evaluate.probe.ipynb #01c1b4e7
 class Copies:
     "Factory of copies of `o` in its present state; they share modules and what libraries define with it"
     def __init__(self,
@@ -157,7 +159,7 @@ class _Alone(private('torch.utils._python_dispatch:TorchDispatchMode')):
         return op(*args, **(kwargs or {}))
 
 _reads = 'os.listdir','os.scandir','os.walk','os.fwalk','os.putenv','os.unsetenv','socket.gethostname'
-_acts = 'os','shutil','subprocess','socket','sqlite3','urllib','ftplib','smtplib'
+_acts = 'os','shutil','subprocess','signal','socket','sqlite3','urllib','ftplib','smtplib'
 _writing = os.O_WRONLY|os.O_RDWR|os.O_CREAT
 
 # %% ../../nbs/301_evaluate.probe.ipynb #92519ecc
@@ -181,6 +183,7 @@ class _Guard:
 _guard = _Guard()
 
 def _save(obj, f, *args, **kwargs): raise Refused(f'it calls torch.save to {f}') # which writes without Python
+def _raise_signal(signum): raise Refused(f'it raises signal {signum}') # of which Python does not report
 
 # %% ../../nbs/301_evaluate.probe.ipynb #a8d65bb9
 def _autocast_depth():
@@ -205,6 +208,7 @@ def _same_precision():
         while _autocast_depth()>depth: torch.autocast_decrement_nesting()
         while _autocast_depth()<depth: torch.autocast_increment_nesting()
 
+# %% ../../nbs/301_evaluate.probe.ipynb #a8d65bba
 @contextmanager
 def alone(
     *copies # `Copies` that are run inside
@@ -222,8 +226,9 @@ def unnoticed(
 ):
     "Restore random states and precision after this context; inside it compute no gradients, print, log and write nothing, and ignore warnings"
     with ExitStack() as stack:
-        quiet = torch.no_grad(),warnings.catch_warnings(),redirect_stdout(io.StringIO()),lent(torch, save=_save),_guard.on()
-        for o in (kept_random(), drawing_as_ever(), _same_precision(), *quiet): stack.enter_context(o)
+        quiet = torch.no_grad(),warnings.catch_warnings(),redirect_stdout(io.StringIO()),_guard.on()
+        refused = lent(torch, save=_save),lent(signal, raise_signal=_raise_signal)
+        for o in (kept_random(), drawing_as_ever(), _same_precision(), *quiet, *refused): stack.enter_context(o)
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()
         if not together: stack.enter_context(alone(*copies))

@@ -61,6 +61,7 @@ def joined(
     common = {(dim,shape[dim]//len(rows),*shape[:dim],*shape[dim+1:]) for shape,dim,rows in parts}
     return (common.pop(),torch.cat([o[2] for o in parts])) if len(common)==1 else None
 
+# %% ../../nbs/806_observe.comparison.ipynb #3ace9930
 def _of_batch(moments):
     "Return position in the batch -> `joined` numbers of its samples, for each tensor that has some on all ranks"
     batch = [next((ts for name,ts in o['points'] if name=='the batch'), []) for o in moments]
@@ -73,14 +74,15 @@ def _columns(a, b):
     cols = [[o[i][1] for i in both] for o in (a,b)]
     return [torch.stack(o).T.nan_to_num() if len({*map(len, o)})==1 else torch.zeros(0, 0) for o in cols]
 
-def _n_distinct(cols): return len(torch.unique((cols*1e4).round(), dim=0))
-
 def _numbers_of_samples(a, b):
     "Return the columns of `a` and `b` that have the same numbers; all of them if these do not tell the samples of `a` apart"
     if a.shape!=b.shape: return a,b
     same = (a.sort(0)[0]-b.sort(0)[0]).abs().amax(0)<1e-4
-    return (a[:,same],b[:,same]) if same.any() and _n_distinct(a[:,same])==_n_distinct(a) else (a,b)
+    if not same.any(): return a,b
+    distinct = [len(torch.unique((o*1e4).round(), dim=0)) for o in (a[:,same],a)]
+    return (a[:,same],b[:,same]) if distinct[0]==distinct[1] else (a,b)
 
+# %% ../../nbs/806_observe.comparison.ipynb #3ace9931
 def matching(
     a:list, # Moments of all ranks of one run
     b:list # Those of the other
@@ -134,13 +136,15 @@ class Row:
         if self.part=='training': return f'after step {self.step+1}'+fit
         return ('after the validation' if self.part=='end' else f'in batch {self.step+1} of the validation')+fit
 
-# %% ../../nbs/806_observe.comparison.ipynb #dd156ce3
+# %% ../../nbs/806_observe.comparison.ipynb #dd156ce2
 _samples,_batch,_predicted = 'the samples of the batch','the batches that make a step','the predictions'
 
 def _is_loss(name): return name=='loss' or name.startswith(('Recorder.losses','learn.smooth_loss'))
 
 def _is_float(v): return v[0]==() and v[1].is_floating_point()
+def _fits(matches): return math.inf if matches is None else 0.
 
+# %% ../../nbs/806_observe.comparison.ipynb #dd156ce3
 class Moment:
     "The same moment of two runs, and of repetitions of the first; gives a `Row` for each value of rank 0 in the first run"
     def __init__(self,
@@ -236,8 +240,6 @@ class Moment:
         between = ', '.join(self.one['between'][:3])
         where = f', where there is {between}.' if between else '.'
         return ' Loss and predictions are the same but for rounding, so it begins in how the loss reduces a batch, or between the loss and the gradients'+where
-
-def _fits(matches): return math.inf if matches is None else 0.
 
 # %% ../../nbs/806_observe.comparison.ipynb #4f53f81b
 def _missing(fit, part, step, repeats):

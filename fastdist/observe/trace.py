@@ -441,6 +441,7 @@ def _other_digits(learn):
         signs = 2*torch.randint(2, p.shape, generator=g).to(p)-1
         if p.is_floating_point(): p.data *= 1+8*torch.finfo(p.dtype).eps*signs
 
+# %% ../../nbs/805_observe.trace.ipynb #e558b4b7
 def _seed_again():
     for f in (random.seed,np.random.seed,torch.manual_seed): f(20261)
 
