@@ -70,8 +70,8 @@ def _is_local(t): return t.layout==torch.strided and not hasattr(t, '_local_tens
 def tensors_in(
     o # Nested tuples, lists and dicts
 )->list:
-    "Return the tensors in `o` that have several elements, and are neither sparse nor in shards"
-    if isinstance(o, Tensor): return [o] if _is_local(o) and o.numel()>1 else []
+    "Return the tensors in `o` that are no single numbers, and neither sparse nor in shards"
+    if isinstance(o, Tensor): return [o] if _is_local(o) and o.ndim and o.numel() else []
     its = o.values() if isinstance(o, dict) else o if isinstance(o, (list,tuple,L)) else ()
     return [t for x in its for t in tensors_in(x)]
 
