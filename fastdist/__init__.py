@@ -140,13 +140,15 @@ from .parallel.proxy import ParallelTrainer
 from . import learner,saving
 from .observe.desync import DesyncCheck
 from .observe.timeline import Timeline
+from .observe.trace import Trace
+from .observe.comparison import Comparison
 
 __doc__ = (__doc__ or '').partition('\n\nModules:')[0] # nbdev-export writes a list of all modules behind it
 __version__ = own_version()
 if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'HomeError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
-    'DesyncError', 'Checkpoint', 'ResumeError', 'SeedError', 'VersionError', 'Preempted', 'Timeline', 'rank_distrib', 'num_distrib']
+    'DesyncError', 'Checkpoint', 'ResumeError', 'SeedError', 'VersionError', 'Preempted', 'Timeline', 'Trace', 'Comparison', 'rank_distrib', 'num_distrib']
 
 def __getattr__(name):
     "Return what Accelerate calls `name`, so that a script that imports from it may import from fastdist"
