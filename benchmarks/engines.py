@@ -7,12 +7,12 @@ from tempfile import TemporaryDirectory
 from fastcore.all import call_parse
 from jobs import save,show_table
 from start import script
-sys.path.append(str(Path(__file__).resolve().parent.parent/'tests'))
+sys.path += [str(Path(__file__).resolve().parents[1]/'tests'/o) for o in ('helpers','launch')]
 import test_slurm
 from hosts import ssh_hosts
 from procs import await_that,bin_,env,free_port,here
 
-env = env|dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here.parent), *filter(None, [os.environ.get('PYTHONPATH')])]))
+env = env|dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(top), *filter(None, [os.environ.get('PYTHONPATH')])]))
 torchrun = f'{bin_}/torchrun --nnodes 2 --nproc_per_node 1'
 
 def distribute(engine): return f"Path(sys.argv[0]+'.called').write_text(str(time.time()))\nAccelerator(nprocs=2, compute_setup='cpu', {engine}).distribute(train)()"

@@ -3,11 +3,14 @@ from binascii import crc32
 from functools import cache
 from importlib import import_module,metadata
 from inspect import unwrap
+from pathlib import Path
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
+
+sys.path[:0] = [str(o) for o in Path(__file__).parent.iterdir() if o.is_dir() and o.name!="users"] # helpers, and tests that import one another
 from covering import covered
 from forks import huge_pages
 from procs import Warm
-from xdist.scheduler import LoadScopeScheduling
 
 gc.disable() # until all is imported, which makes little garbage and a million objects to look at
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -83,7 +86,7 @@ def same_handlers():
 @pytest.fixture(autouse=True)
 def same_draws(request):
     "Each test draws the same in each run, on whichever worker and after whichever tests it is"
-    for seed in (random.seed,import_module('numpy.random').seed,import_module('torch').default_generator.manual_seed): seed(crc32(request.node.nodeid.encode()))
+    for seed in (random.seed,import_module('numpy.random').seed,import_module('torch').default_generator.manual_seed): seed(crc32(f'tests/{request.path.name}::{request.node.nodeid.partition("::")[2]}'.encode())) # the same in whichever folder
 
 @pytest.fixture(autouse=True)
 def small_units(request, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from accelerate.commands import accelerate_cli
 from torch.distributed.launcher.api import elastic_launch
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent/'helpers'))
 from forks import huge_pages
 from procs import free_port
 

@@ -1,4 +1,4 @@
-"Everything that can go wrong, everywhere, on each rank: what the ranks do, and how long they take: `python tests/faults.py --save`"
+"Everything that can go wrong, everywhere, on each rank: what the ranks do, and how long they take: `python tests/helpers/faults.py --save`"
 import json,os,signal,threading,time
 from functools import cache
 from importlib import import_module

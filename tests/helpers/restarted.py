@@ -2,7 +2,7 @@
 
 `FAULTS=0:kill:30,1:SIGTERM:50` does what is named to ranks 0 and 1 after so many batches, each once: `kill`, `agent` (this rank and the torchrun that has started it), `raise`, a signal, `interrupt`, or `slurm`, which has SLURM signal the job as `--signal` does; `all:kill:30` to each rank. `AT_FIRST=2` begins with so many ranks: fewer wait until their launcher ends them."""
 import json,os,signal,subprocess,sys,time
-sys.path.append(os.path.join(os.path.dirname(__file__), '../examples'))
+sys.path.append(os.path.join(os.path.dirname(__file__), '../../examples'))
 from resume import *
 
 class Faulty(Callback):

@@ -13,7 +13,7 @@ def test_a_worker_of_ray_train_is_a_rank():
 @pytest.fixture(scope='module')
 def path(tmp_path_factory):
     "A `PYTHONPATH` with Ray, which is installed into a folder where it is missing: with pyarrow 370 MB, and few wheels for new versions of Python it is no requirement for development"
-    path = [str(here.parent), *filter(None, [os.environ.get('PYTHONPATH')])]
+    path = [str(top), *filter(None, [os.environ.get('PYTHONPATH')])]
     if not importlib.util.find_spec('ray'):
         d = tmp_path_factory.mktemp('ray')
         p = start(sys.executable, '-m', 'pip', 'install', '-q', '--no-deps', '--no-compile', '--target', d, *needs)

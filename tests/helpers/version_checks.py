@@ -1,9 +1,9 @@
-"What is tried with each pair of versions: `python version_checks.py` prints a line a check; `tests/versions.py` runs it in one environment after the other"
+"What is tried with each pair of versions: `python version_checks.py` prints a line a check; `tests/helpers/versions.py` runs it in one environment after the other"
 import subprocess,sys,tempfile,time,traceback
 from contextlib import nullcontext
 from pathlib import Path
 
-examples = Path(__file__).resolve().parent.parent/'examples'
+examples = Path(__file__).resolve().parents[2]/'examples'
 
 def shell(*cmd, rc=0, timeout=600):
     "What a command prints; `rc` is `None` where it shall fail"

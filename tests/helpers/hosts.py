@@ -14,7 +14,7 @@ PidFile none
 StrictModes no
 UsePAM no
 PasswordAuthentication no
-SetEnv PYTHONPATH={here}/cold:{here.parent}
+SetEnv PYTHONPATH={here}/cold:{top}
 """
 client = """Host {names}
   Port 2222
@@ -76,7 +76,7 @@ def ssh_hosts(names=names_here[:2], net=nets_here[0]):
 
 @contextmanager
 def daemon(d, name, at):
-    Path(d, f'{name}.conf').write_text(sshd.format(d=d, at=at, here=here))
+    Path(d, f'{name}.conf').write_text(sshd.format(d=d, at=at, here=here, top=top))
     p = start('ip','netns','exec',name,shutil.which('sshd', path=f"{os.environ['PATH']}:/usr/sbin"),'-D','-e','-f',f'{d}/{name}.conf', out=subprocess.DEVNULL)
     try: yield p
     finally:

@@ -6,7 +6,7 @@ import pytest
 from fastcore.nbio import read_nb
 from procs import executed
 
-sys.path.append(str(Path(__file__).parent.parent/'docs'))
+sys.path.append(str(Path(__file__).parents[2]/'docs'))
 import pages
 from hooks import boost
 from links import problems

@@ -1,10 +1,9 @@
 "The table of what a GPU has to confirm, made on the CPU"
 import json,os,pytest,sys
-from pathlib import Path
 from fastcore.test import test_eq
-from procs import run
+from procs import here,run,top
 
-command = Path(__file__).parent.parent/'benchmarks/gpu.py'
+command = top/'benchmarks/gpu.py'
 
 def table(path, *args, **kw):
     out,_ = run(sys.executable, command, '--out', path, *args, **(dict(CUDA_VISIBLE_DEVICES='')|kw))
@@ -21,7 +20,6 @@ def test_what_holds_on_the_cpu(tmp_path):
 @pytest.mark.launcher
 def test_a_failure_hides_no_other(tmp_path):
     "A process that dies, and one that is wrong, with its traceback"
-    here = str(Path(__file__).parent)
-    res = {k:o for (k,_),o in table(tmp_path/'rows.json', '--module', 'gpu_broken', rc=1, PYTHONPATH=os.pathsep.join([here,os.environ.get('PYTHONPATH', '')])).items()}
+    res = {k:o for (k,_),o in table(tmp_path/'rows.json', '--module', 'gpu_broken', rc=1, PYTHONPATH=os.pathsep.join([str(here),os.environ.get('PYTHONPATH', '')])).items()}
     test_eq({k:o['result'] for k,o in res.items()}, dict(wrong='did not hold', dies='did not hold', elsewhere='not here', right='held'))
     assert 'on purpose' in res['wrong']['trace'] and 'without an error message' in res['dies']['figure']

@@ -1,4 +1,4 @@
-"Bodies of fastai and torch that fastdist has written again, or relies on line by line: a test fails where one has changed. `python tests/test_upstream.py` notes those of the versions that are installed, once they were compared"
+"Bodies of fastai and torch that fastdist has written again, or relies on line by line: a test fails where one has changed. `python tests/project/test_upstream.py` notes those of the versions that are installed, once they were compared"
 import ast,csv,hashlib,importlib.util,pytest
 from functools import lru_cache
 from importlib.metadata import version
@@ -77,10 +77,10 @@ def test_body(room, name):
     "A version whose body is as in one that was compared is fine"
     rows = [o for o in noted() if o['name']==name and o['room']==room]
     assert body(name) in [o['body'] for o in rows], (f'{name} of {installed(name)} is not what fastdist/{room.replace(".", "/")}.py was written after ({", ".join(o["version"] for o in rows)}). '
-        'HINT: compare the two, follow the change, then run python tests/test_upstream.py')
+        'HINT: compare the two, follow the change, then run python tests/project/test_upstream.py')
 
 def test_rooms_are_there():
-    house = Path(__file__).parent.parent/'fastdist'
+    house = Path(__file__).parents[2]/'fastdist'
     assert not (gone := {o for o,_ in bodies() if not (house/f'{o.replace(".", "/")}.py').exists()}), gone
 
 def test_what_is_not_written_again_is_not_noted(): assert {(o['room'],o['name']) for o in noted()}<={*bodies()}

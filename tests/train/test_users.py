@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 from procs import *
-sys.path.append(str(here/'users'))
+sys.path.append(str(tests/'users'))
 from _start import as_one,screen
 
 pytestmark = [pytest.mark.slow]
-folder = here/'users'
+folder = tests/'users'
 scripts = {p.stem:p for p in sorted(folder.glob('[!_]*.py'))}
 defaults = dict(ranks=['2'], start=['ranks'], under=[], compared=['all'], alone=['yes'], shows=[], hides=[], fails=[], last=[])
 

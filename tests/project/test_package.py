@@ -8,7 +8,7 @@ from fastcore.nbio import mk_cell,new_nb,write_nb
 from fastcore.test import test_eq
 from fastdist.job.world import newest_tried
 
-top = Path(__file__).parent.parent
+top = Path(__file__).parents[2]
 cfg = ConfigParser()
 cfg.read(top/'settings.ini')
 cfg = cfg['DEFAULT']

@@ -1,6 +1,6 @@
 """Scripts that nobody wrote, as values: each is played in one process by plain fastai and on forked ranks, and compared after each step
 
-`python tests/random_scripts.py --minutes 30 --ranks 3 --shard` looks for one that differs, prints it shrunk, and ends with 1."""
+`python tests/helpers/random_scripts.py --minutes 30 --ranks 3 --shard` looks for one that differs, prints it shrunk, and ends with 1."""
 import fastdist,json,os,signal,time,warnings
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory

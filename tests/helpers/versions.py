@@ -1,4 +1,4 @@
-"""Which versions run: `python tests/versions.py` makes an environment for each of `pairs` and runs `version_checks.py` in it; `python tests/versions.py 3.12/2.10` does one
+"""Which versions run: `python tests/helpers/versions.py` makes an environment for each of `pairs` and runs `version_checks.py` in it; `python tests/helpers/versions.py 3.12/2.10` does one
 
 Each row goes into `nbs/reference/versions.csv`, in the place of an older one for the same Python and torch. An interpreter that this machine lacks is named. An environment is removed before the next is made."""
 import csv,json,os,re,shutil,subprocess,sys,tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 
 pairs = '3.10/2.10', '3.10/2.11', '3.11/2.12', '3.12/2.13', '3.13/2.14', '3.10/2.14', '3.12/2.15', '3.13/2.15', '3.14/2.15' # Python and torch
 with_it = 'scikit-learn','ipykernel','nbclient' # for the checks
-root = Path(__file__).resolve().parent.parent
+root = Path(__file__).resolve().parents[2]
 table,cache = root/'nbs/reference/versions.csv',root/'.cache/versions'
 packages = 'torch','fastai','fastcore','accelerate'
 env = {k:v for k,v in os.environ.items() if k!='PYTHONPATH'} | dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore')
@@ -28,12 +28,12 @@ def tried(python, d):
     "Return a row of the table: versions, and what ran; run in the folder `d`, from where the checkout cannot be imported"
     said = 'import json,platform; from importlib.metadata import version as v; print(json.dumps([platform.python_version(), *map(v, {!r})]))'.format(packages)
     versions = json.loads(subprocess.run([python, '-c', said], env=env, cwd=d, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    log = subprocess.run([python, root/'tests/version_checks.py'], env=env, cwd=d, stdout=subprocess.PIPE, text=True, timeout=1800).stdout
+    log = subprocess.run([python, root/'tests/helpers/version_checks.py'], env=env, cwd=d, stdout=subprocess.PIPE, text=True, timeout=1800).stdout
     print(log)
     ran = dict(re.findall(r'^(\w+): (ran|did not) \(', log, re.M))
     return dict(date=str(date.today()), **dict(zip(('python',*packages), versions)), on='CPU') | {k:ran.get(k, 'did not') for k in names()}
 
-def names(): return re.findall(r'\w+', re.search(r'^checks = \[(.*)\]', (root/'tests/version_checks.py').read_text(), re.M)[1])
+def names(): return re.findall(r'\w+', re.search(r'^checks = \[(.*)\]', (root/'tests/helpers/version_checks.py').read_text(), re.M)[1])
 
 def note(row):
     "Write `row` into the table"

@@ -86,7 +86,7 @@ def test_a_job_that_is_queued_again_goes_on(here_is_head, monkeypatch, capfd):
 
 @pytest.mark.whole
 def test_detached_jobs(here_is_head, cluster, monkeypatch):
-    for k,v in dict(FASTDIST_JOBS=Path.cwd()/'detached', PYTHONPATH=f'{here/"cold"}:{here}:{here.parent}').items(): monkeypatch.setenv(k, str(v))
+    for k,v in dict(FASTDIST_JOBS=Path.cwd()/'detached', PYTHONPATH=f'{here/"cold"}:{here}:{Path(__file__).parent}:{top}').items(): monkeypatch.setenv(k, str(v))
     for o in ('ended','home'): here_is_head().distribute(slurm_head.waits, detach=o, all_ranks=True)('.')
     ended_and_home(**os.environ)
     assert gone('.')

@@ -8,8 +8,10 @@ from random import SystemRandom
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
-here = Path(__file__).parent
-bin_,examples = Path(sys.executable).parent,here.parent/'examples'
+here = Path(__file__).parent # scripts that tests start lie beside this file
+tests = here.parent
+bin_,top = Path(sys.executable).parent,tests.parent
+examples = top/'examples'
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive') # threads of several processes that spin take the cores from each other
 os.environ['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(here/'cold'), *filter(None, os.environ.get('PYTHONPATH', '').split(os.pathsep))]))
 env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONWARNINGS='ignore')
@@ -60,7 +62,7 @@ class Warm:
     def __init__(self, **vars):
         self.d = TemporaryDirectory()
         self.at = f'{self.d.name}/socket'
-        self.server = start(sys.executable, here/'users/_start.py', '--serve', self.at, env=env|dict(OMP_NUM_THREADS='1')|vars, err=None)
+        self.server = start(sys.executable, tests/'users/_start.py', '--serve', self.at, env=env|dict(OMP_NUM_THREADS='1')|vars, err=None)
         assert self.server.stdout.readline()=='ready\n'
 
     def ask(self, **job):

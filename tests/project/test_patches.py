@@ -10,7 +10,7 @@ from fastdist import *
 from held import *
 from learners import digits
 
-table = ''.join(json.loads((Path(__file__).parent.parent/'nbs/reference/patches.ipynb').read_text())['cells'][0]['source'])
+table = ''.join(json.loads((Path(__file__).parents[2]/'nbs/reference/patches.ipynb').read_text())['cells'][0]['source'])
 
 def rows():
     "Pairs of what is changed, names in full, and where"
@@ -45,7 +45,7 @@ print(json.dumps((changed(before, held()), len(forks), mods)))
 @pytest.fixture(scope='module')
 def imported():
     "What importing fastdist changes in the modules that it imports, how often it asks to be called at a fork, and these modules"
-    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code.format(here=str(Path(__file__).parent))], capture_output=True, text=True, timeout=120, check=True)
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code.format(here=str(Path(__file__).parents[1]/'helpers'))], capture_output=True, text=True, timeout=120, check=True)
     return json.loads(res.stdout.splitlines()[-1])
 
 def covers(name, change): return fnmatch(change, name) or fnmatch(change, f'*.{name}') or change.startswith(f'{name}.')
