@@ -101,7 +101,7 @@ _boosts = {'index.ipynb':8, 'tutorials/start*':8, 'tutorials/*':4, 'guides/*':4,
 def boost(
     uri:str # Of a page's source: `guides/hangs.ipynb`
 )->float: # Factor of a match on it
-    "Return how much search prefers a page: rooms and scripts come after guides"
+    "Return how much search prefers a page: modules and scripts come after guides"
     return next((v for k,v in _boosts.items() if fnmatch(uri, k)), .25)
 
 def on_page_content(html, page, config, files):

@@ -7,7 +7,7 @@ from nbdev.showdoc import BasicMarkdownRenderer,show_doc
 from fastdist._modidx import d
 
 nbs = Path(__file__).parent.parent/'nbs'
-rooms = {re.sub(r'^\d+_', '', p.stem):p.name for p in sorted(nbs.glob('[0-9]*.ipynb'))}
+modules = {re.sub(r'^\d+_', '', p.stem):p.name for p in sorted(nbs.glob('[0-9]*.ipynb'))}
 
 def anchor(name): return f'name-{name}'
 
@@ -22,15 +22,15 @@ def _defined(mod, name):
     return method if method and f'{mod}.{cls}' not in d['syms'][mod] else cls
 
 def names(
-    room # Of a module: `job.world`
+    module # Of a module: `job.world`
 )->list: # In the order of their cells as far as `__all__` has it, then methods
-    "Return the public names of the module of `room`, with methods patched on other classes"
-    mod = f'fastdist.{room}'
+    "Return the public names of the module of `module`, with methods patched on other classes"
+    mod = f'fastdist.{module}'
     syms = [o for k in d['syms'].get(mod, {}) if (o := _public(mod, k))]
     shown = import_module(mod).__all__
     return [o for o in shown if o in syms] + [o for o in syms if '.' in o and (_defined(mod, o)!=o.split('.')[0] or o.split('.')[0] in shown)]
 
-all_names = {o:room for room in rooms if f'fastdist.{room}' in d['syms'] for o in names(room)}
+all_names = {o:module for module in modules if f'fastdist.{module}' in d['syms'] for o in names(module)}
 
 def place(
     code:str # Inline code: `learn.distrib_ctx(shard=True)`
@@ -38,8 +38,8 @@ def place(
     "Return where `code` is defined"
     name = re.sub(r'\(.*\)$', '', code.strip(), flags=re.S)
     name = re.sub(r'^learn\.', 'Learner.', re.sub(r'^fastdist\.', '', name))
-    room = all_names.get(name)
-    if room and re.search('[A-Z_]', name): return rooms[room],anchor(_defined(f'fastdist.{room}', name))
+    module = all_names.get(name)
+    if module and re.search('[A-Z_]', name): return modules[module],anchor(_defined(f'fastdist.{module}', name))
 
 def _find(mod, name):
     "Return the object called `name` in `mod`, or the method on the class that it is patched on"
@@ -54,14 +54,14 @@ def _signature(obj):
     return re.sub("<(?:class|built-in function) '?([^'>]+)'?>", r'\1', md)
 
 def entry(
-    room, # Where `name` is taught
+    module, # Where `name` is taught
     name # Below its module
 )->str: # Markdown
     "Return signature, docments and docstring of `name` with a link to its cell"
-    mod = f'fastdist.{room}'
+    mod = f'fastdist.{module}'
     obj = _find(mod, name)
     if '.' in name and not getdoc(obj): return ''
-    link = f'[{room}](../{rooms[room]}#{anchor(_defined(mod, name))})'
+    link = f'[{module}](../{modules[module]}#{anchor(_defined(mod, name))})'
     body = _signature(obj) if callable(obj) else getdoc(obj) or ''
     return f'### {name} {{ #{name} }}\n\n{body}\n\nTaught in {link}.\n'
 
@@ -69,24 +69,24 @@ titles = dict(base='Base', job='Job', comm='Comm', data='Data', evaluate='Evalua
 
 def _page(title, about, entries): return f'# {title}\n\n{about}\n\n'+'\n'.join(o for o in entries if o)
 
-def _room(room):
-    "Return the part of a page for `room`: its one line and its names"
-    found = [entry(room, o) for o in names(room)]
+def _module(module):
+    "Return the part of a page for `module`: its one line and its names"
+    found = [entry(module, o) for o in names(module)]
     if not any(found): return ''
-    about = re.sub(r'\]\((\d+_)', r'](../\1', import_module(f'fastdist.{room}').__doc__)
-    return f'## {room}\n\n{about}\n\n'+'\n'.join(found)
+    about = re.sub(r'\]\((\d+_)', r'](../\1', import_module(f'fastdist.{module}').__doc__)
+    return f'## {module}\n\n{about}\n\n'+'\n'.join(found)
 
 def front():
     "Return the page of what `from fastdist import *` gives: its names, and methods on the Learner"
     import fastdist
     both = [o for o in fastdist.__all__ if o in all_names] + sorted(o for o in all_names if o.startswith(('Learner.','Accelerator.','TextLearner.')))
     return _page('Public names', 'What `from fastdist import *` gives and patches, each with its signature, what its parameters mean, and the cell that defines it. '
-        'The pages beside this one list the names of all modules, storey by storey.', [entry(all_names[o], o) for o in both])
+        'The pages beside this one list the names of all modules, package by package.', [entry(all_names[o], o) for o in both])
 
 def index():
     "Return the pages of the index: names of files below `reference`, and Markdown"
-    doors = [o for o in rooms if '.' not in o and f'fastdist.{o}' in d['syms']]
-    by_storey = {o:[r for r in rooms if r.startswith(f'{o}.')] for o in titles} | dict(doors=doors)
-    pages = {f'names_{o}':_page(f'Names: {titles.get(o, "The front doors")}', 'Public names of each module, in the order of reading.', map(_room, rs))
-        for o,rs in by_storey.items()}
+    public = [o for o in modules if '.' not in o and f'fastdist.{o}' in d['syms']]
+    by_package = {o:[r for r in modules if r.startswith(f'{o}.')] for o in titles} | dict(public=public)
+    pages = {f'names_{o}':_page(f'Names: {titles.get(o, "Public modules")}', 'Public names of each module, in the order of reading.', map(_module, rs))
+        for o,rs in by_package.items()}
     return dict(names=front()) | pages

@@ -2,7 +2,7 @@
 
 A fork copies a process with all that it has open. A data worker inherits the sockets between the ranks, and as long as it lives, the other end does not see that its rank has died. It inherits the lock of a folder, which stays locked.
 
-Python offers `os.register_at_fork`, and each room that opens something could call it. Nobody can take such a call back, and the order of the calls is the order in which rooms were imported.
+Python offers `os.register_at_fork`, and each module that opens something could call it. Nobody can take such a call back, and the order of the calls is the order in which modules were imported.
 
 So there is one call, and a register of objects that belong to the process which made them. The child closes them, the newest first, and begins with an empty register.
 

@@ -94,7 +94,7 @@ def _signalled(pid, signum):
     with suppress(OSError): return os.kill(pid, signum) is None
     return False
 
-_room = Launcher.__module__.rpartition('.')[0]+'.detached' # this module: a notebook's `__name__` would be another
+_module = Launcher.__module__.rpartition('.')[0]+'.detached' # this module: a notebook's `__name__` would be another
 
 def start_detached(
     fun:callable, # Called without arguments
@@ -107,7 +107,7 @@ def start_detached(
     except BaseException:
         rmtree(d)
         raise
-    code,env = f'import sys; sys.path[:0] = {own_path()!r}; from {_room} import be_detached; be_detached({str(d)!r})',os.environ|dict(PYTHONUNBUFFERED='1')
+    code,env = f'import sys; sys.path[:0] = {own_path()!r}; from {_module} import be_detached; be_detached({str(d)!r})',os.environ|dict(PYTHONUNBUFFERED='1')
     with open(d/'log', 'w') as log: p = subprocess.Popen([sys.executable,'-c',code], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=env)
     (d/'job.json').write_text(json.dumps(dict(name=name, pid=p.pid, began=_began(p.pid), when=time.strftime('%F %T'), calls=what)))
     return d

@@ -1,6 +1,6 @@
 """Ranks from a head process, and forks that do not hang
 
-Lessons and tests need ranks, many times a minute. A launcher that starts a new Python for each rank spends seconds on importing torch and
+Examples and tests need ranks, many times a minute. A launcher that starts a new Python for each rank spends seconds on importing torch and
 fastai; a fork of the running process has everything imported and starts in milliseconds. `on_ranks` forks, lets the ranks meet, and returns
 what each rank returned, or raises the error of the first that failed.
 

@@ -270,7 +270,7 @@ class JobTasks:
         self.base,self.run,self.cause,self.requeued,self.told = Path(mkdtemp(prefix='fastdist', dir=folder)),0,None,0,False
         self.files = RunFolder(self.base, 0)
         self.files.make(self.n)
-        self.job = self.executor.submit(exec, f'{uncollected}; from {_room} import be_task; be_task({str(self.base)!r})', {})
+        self.job = self.executor.submit(exec, f'{uncollected}; from {_module} import be_task; be_task({str(self.base)!r})', {})
 
     def _await_tasks(self):
         pause,self.still = 1,0
@@ -333,4 +333,4 @@ class JobTasks:
             if not (ended and await_that(lambda: job_state(job)[0] in _over, 5)): job.cancel(check=False)
         finally: rmtree(self.base, ignore_errors=True)
 
-_room = World.__module__.rpartition('.')[0]+'.slurm' # tasks do not have what is in a notebook
+_module = World.__module__.rpartition('.')[0]+'.slurm' # tasks do not have what is in a notebook

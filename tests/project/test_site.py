@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[2]/'docs'))
 import pages
 from hooks import boost
 from links import problems
-from names import rooms
+from names import modules
 
 def site(tmp_path, body, other='<h1 id="there">There</h1>', **kw):
     (tmp_path/'sub').mkdir()
@@ -94,11 +94,11 @@ def test_a_name_that_no_visible_cell_binds_is_found():
 def test_what_a_page_shows_can_be_typed(path): assert not unbound(_code(path))
 
 def test_the_title_of_a_room_is_its_name():
-    for name,path in rooms.items(): assert read_nb(pages.root/'nbs'/path).cells[1].source.startswith(f'# {name}\n'), path
+    for name,path in modules.items(): assert read_nb(pages.root/'nbs'/path).cells[1].source.startswith(f'# {name}\n'), path
 
 def test_search_prefers_guides_to_rooms_and_scripts():
-    start,guide,tutorial,words,names,room,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_job.md','005_job.world.ipynb','examples/digits.py.md'))
-    assert start>guide==tutorial>words>names>room==script
+    start,guide,tutorial,words,names,module,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_job.md','005_job.world.ipynb','examples/digits.py.md'))
+    assert start>guide==tutorial>words>names>module==script
 
 @pytest.mark.launcher
 @pytest.mark.slow

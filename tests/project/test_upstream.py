@@ -4,8 +4,8 @@ from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
-path,columns = Path(__file__).parent/'upstream.csv',('room','name','version','body')
-# room, module or class, and what of it
+path,columns = Path(__file__).parent/'upstream.csv',('module','name','version','body')
+# module, module or class, and what of it
 written_again = '''
 train.step fastai.learner:Learner _set_device _split _do_one_batch _backward
 train.step fastai.losses:BaseLoss __call__ _contiguous
@@ -45,9 +45,9 @@ learner fastai.learner:Learner _do_fit
 learner fastai.distributed: rank0_first setup_distrib teardown_distrib'''
 
 def bodies():
-    "Pairs of a room and a name"
-    for room,place,*names in map(str.split, written_again.split('\n')[1:]):
-        yield from ((room, place+n if place[-1]==':' else f'{place}.{n}') for n in names)
+    "Pairs of a module and a name"
+    for module,place,*names in map(str.split, written_again.split('\n')[1:]):
+        yield from ((module, place+n if place[-1]==':' else f'{place}.{n}') for n in names)
 
 @lru_cache
 def _defined(module):
@@ -72,23 +72,23 @@ def noted():
 
 def installed(name): return name.partition('.')[0]+' '+version(name.partition('.')[0]).partition('+')[0]
 
-@pytest.mark.parametrize('room,name', bodies())
-def test_body(room, name):
+@pytest.mark.parametrize('module,name', bodies())
+def test_body(module, name):
     "A version whose body is as in one that was compared is fine"
-    rows = [o for o in noted() if o['name']==name and o['room']==room]
-    assert body(name) in [o['body'] for o in rows], (f'{name} of {installed(name)} is not what fastdist/{room.replace(".", "/")}.py was written after ({", ".join(o["version"] for o in rows)}). '
+    rows = [o for o in noted() if o['name']==name and o['module']==module]
+    assert body(name) in [o['body'] for o in rows], (f'{name} of {installed(name)} is not what fastdist/{module.replace(".", "/")}.py was written after ({", ".join(o["version"] for o in rows)}). '
         'HINT: compare the two, follow the change, then run python tests/project/test_upstream.py')
 
-def test_rooms_are_there():
-    house = Path(__file__).parents[2]/'fastdist'
-    assert not (gone := {o for o,_ in bodies() if not (house/f'{o.replace(".", "/")}.py').exists()}), gone
+def test_modules_are_there():
+    package = Path(__file__).parents[2]/'fastdist'
+    assert not (gone := {o for o,_ in bodies() if not (package/f'{o.replace(".", "/")}.py').exists()}), gone
 
-def test_what_is_not_written_again_is_not_noted(): assert {(o['room'],o['name']) for o in noted()}<={*bodies()}
+def test_what_is_not_written_again_is_not_noted(): assert {(o['module'],o['name']) for o in noted()}<={*bodies()}
 
 def main():
     "Note the bodies of the versions that are installed"
-    rows = [o for o in noted() if (o['room'],o['name']) in {*bodies()}] if path.exists() else []
-    known = {(o['room'],o['name'],o['body']) for o in rows}
+    rows = [o for o in noted() if (o['module'],o['name']) in {*bodies()}] if path.exists() else []
+    known = {(o['module'],o['name'],o['body']) for o in rows}
     rows += [dict(zip(columns, (r,n,installed(n),body(n)))) for r,n in bodies() if (r,n,body(n)) not in known]
     with path.open('w', newline='') as f:
         w = csv.DictWriter(f, columns, lineterminator='\n')
