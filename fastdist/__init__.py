@@ -20,7 +20,7 @@ Modules:
 - `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
 - `fastdist.base.at_fork`: What a forked child closes of all that it inherits from its parent
 - `fastdist.base.errors`: The exceptions that fastdist raises
-- `fastdist.base.loans`: What is put on an object, and taken off again
+- `fastdist.base.overrides`: Attributes of objects that are overridden in a context, and restored
 - `fastdist.base.signals`: Handlers of signals, shared with those of the user and of libraries
 - `fastdist.base.tracebacks`: Short tracebacks, printed by one rank
 - `fastdist.base.values`: Nested values: their leaves by name, mapped, copied and compared

@@ -25,7 +25,7 @@ from accelerate.utils import extract_model_from_parallel
 from fastcore.all import *
 from fastai.basics import *
 from .base.errors import *
-from .base.loans import *
+from .base.overrides import *
 from .job.world import *
 from .job.group import *
 from .job.options import *

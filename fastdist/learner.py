@@ -22,7 +22,7 @@ from accelerate import Accelerator as HFAccelerator
 from fastcore.all import *
 from fastai.basics import *
 from .base.errors import *
-from .base.loans import *
+from .base.overrides import *
 from .job.world import *
 from .job.fork import *
 from .job.group import *
@@ -187,9 +187,9 @@ def lean_ctx(self:Learner):
 def preds_on_rank0(self:Learner):
     "Return a context manager in which `get_preds` returns predictions on rank 0 alone; on other ranks it returns `None` for each of its results"
     cbs = [cb for cb in self._grab_cbs(DistributedTrainer) if cb.evaluate is not None]
-    with Loans() as loans:
-        for cb in cbs: loans.lend(cb.evaluate, dst=0)
-        if any(cb.size>1 and cb.job.world.rank for cb in cbs): loans.lend(self, get_preds=partial(_nothing, self))
+    with Overrides() as overrides:
+        for cb in cbs: overrides.override(cb.evaluate, dst=0)
+        if any(cb.size>1 and cb.job.world.rank for cb in cbs): overrides.override(self, get_preds=partial(_nothing, self))
         yield self
 
 def _nothing(learn, *args, **kwargs):

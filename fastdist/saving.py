@@ -23,7 +23,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.text.learner import TextLearner
 from .base.errors import *
-from .base.loans import *
+from .base.overrides import *
 from .job.group import *
 from .comm.job import *
 from .comm.rank0 import *
@@ -83,7 +83,7 @@ def _write_here(layout, put, where, written):
         file = where()
         if int(_modified(file) or 0)>=int(written): return
         if layout.gathers: raise OSError('it has a part of the model')
-        with lent(fastai.learner, rank_distrib=lambda: 0): write_whole(put, file)
+        with overridden(fastai.learner, rank_distrib=lambda: 0): write_whole(put, file)
         os.utime(file, ns=(int(written),)*2)
     except Exception as e: # rank 0 has the file, and training goes on
         warn(f'rank {this_world().rank} on {this_world().node_name} does not see {file}, which rank 0 wrote, and cannot write its own ({e}), so it cannot load it. '

@@ -27,7 +27,7 @@ from functools import cache
 from weakref import WeakSet
 from fastcore.all import *
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from .rng import *
 
 _kernel,_registered,_overload = map(private, ('torch.library:get_kernel','torch._C:_dispatch_get_registrations_for_dispatch_key','torch._C:_get_operation_overload'))
@@ -117,7 +117,7 @@ class Patterns:
 
     def in_no_order(self):
         "Return a context manager for draws that are not the model's"
-        return lent(self, left=_none)
+        return overridden(self, left=_none)
 
     def begin(self):
         "Expect the draws of the model, in their order"
@@ -185,16 +185,16 @@ class StepDraws:
         total:int # Rows of the global batch
     ):
         "Return a context manager for what is computed of a batch"
-        return lent(self, at=(lo,n,total))
+        return overridden(self, at=(lo,n,total))
 
     def aside(self):
         "Return a context manager in which torch draws as ever"
-        return lent(self, at=None)
+        return overridden(self, at=None)
 
     @contextmanager
     def noted(self):
         "Return a context manager that yields a list of a `Draw` for each draw in it, which are made as ever"
-        with lent(self, notes=[]): yield self.notes
+        with overridden(self, notes=[]): yield self.notes
 
     def mingled(self, res, again, op, shape):
         "Return the draw `res` of a trial of `n` rows, from row `i` on with what `again` draws, where `self.changed` is `(i, n)`"
@@ -221,7 +221,7 @@ class StepDraws:
         who:str # What draws
     ):
         "Return a context manager that yields a list; with the draws of a step in it, raise `SeedError` if a trial inside has shown them to be others"
-        with lent(self, made=[]): yield (made := self.made)
+        with overridden(self, made=[]): yield (made := self.made)
         for op,shape,n,res in made:
             if self.patterns.rule(op, shape, n)!=res: raise depends_on_rows(who)
 
@@ -234,7 +234,7 @@ class StepDraws:
 
     def only_raw(self):
         "Return a context manager in which draws are not looked at"
-        return lent(self, raw=True)
+        return overridden(self, raw=True)
 
     @contextmanager
     def installed(self,

@@ -23,7 +23,7 @@ from warnings import warn
 from fastcore.all import *
 from torch.distributed import DistError
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.fork import *
 from ..job.group import *
 from ..job.options import *
@@ -37,7 +37,7 @@ def without_barrier(
     *args, **kwargs
 ): # The result of `func`
     "Call `func` while fastai's `distrib_barrier` returns at once"
-    with lent(fastai.torch_core, num_distrib=lambda: 0): return func(*args, **kwargs)
+    with overridden(fastai.torch_core, num_distrib=lambda: 0): return func(*args, **kwargs)
 
 # %% ../../nbs/110_comm.rank0.ipynb #1cc18695
 _outer = ContextVar('outer', default='')

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader as TorchLoader,dataloader
 from fastcore.all import *
 from fastai.data.load import DataLoader,SkipItemException
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..comm.seeds import *
@@ -281,7 +281,7 @@ class Reader:
         "Return a context manager in which texts are padded to the longest that any rank has in batch `k`"
         dl = self.maker
         if not self.lens or self.deal.ranks.size==1 or is_empty(dl, 'before_batch'): return nullcontext()
-        return lent(dl, before_batch=partial(padded_to, dl.before_batch, max(lens_in(self.deal, self.lens, k))))
+        return overridden(dl, before_batch=partial(padded_to, dl.before_batch, max(lens_in(self.deal, self.lens, k))))
 
     def _rows(self, k, idxs, items):
         "Return the rows of this rank in batch `k`, made of its `items` where these tell"

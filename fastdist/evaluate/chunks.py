@@ -20,7 +20,7 @@ from fastai.basics import *
 from fastai.text.data import TensorText
 from fastai.text.models.core import SentenceEncoder
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..comm.draws import *
 from ..data.source import *
 from ..data.loader import *
@@ -118,4 +118,4 @@ def texts_in_step(
     "Return a context manager in which it is known which rows of batch `k` are in a chunk, if the loader knows how long texts are"
     p = dl._pass
     if p.lens is None: return nullcontext()
-    return lent(draws, texts=texts_of_all(draws, lens_in(p.deal, p.lens, k), dl.source.maker.before_batch, p.deal.rows(k)[1]>0))
+    return overridden(draws, texts=texts_of_all(draws, lens_in(p.deal, p.lens, k), dl.source.maker.before_batch, p.deal.rows(k)[1]>0))

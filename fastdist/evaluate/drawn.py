@@ -26,7 +26,7 @@ from torch import nn
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..comm.rng import *
 from ..comm.seeds import *
 from ..comm.draws import *
@@ -82,9 +82,9 @@ def recorded(
 ):
     "Record what is drawn inside: `draws` of torch, the numbers `below` which Python draws, and `states` of Python's and NumPy's generators at the end; generators are as before after it"
     res = SimpleNamespace(below=[], states=None)
-    with kept_own(own),unnoticed(together=True),RandomStream(i),draws.noted() as res.draws,Loans() as loans:
+    with kept_own(own),unnoticed(together=True),RandomStream(i),draws.noted() as res.draws,Overrides() as overrides:
         for o,f in own: f(o, key_of('trial', i))
-        for o in [random._inst,*[o for o,_ in own if isinstance(o, random.Random)]]: loans.lend(o, _randbelow=partial(_below, res.below, o._randbelow))
+        for o in [random._inst,*[o for o,_ in own if isinstance(o, random.Random)]]: overrides.override(o, _randbelow=partial(_below, res.below, o._randbelow))
         yield res
         res.states = numbers_state(),own_states(own)
 
@@ -132,7 +132,7 @@ def check_own_numbers(
     "Raise `SeedError` where what `f` makes of a sample depends on the numbers drawn for others"
     if not any(map(rule_of, draws.patterns.known)): return
     def made(changed=None, at=range(_more)):
-        with lent(draws, changed=changed),recorded(draws, i, own): return _first_rows(f(_picked(b, n, at)))
+        with overridden(draws, changed=changed),recorded(draws, i, own): return _first_rows(f(_picked(b, n, at)))
     changed = _few,_more
     a,a1,b0,b1,a2 = [made(o) for o in (None,None,changed,changed,None)]
     counts = not (_alike(a, a1) and _alike(a, a2) and _alike(b0, b1)) # what counts its calls is not the same twice

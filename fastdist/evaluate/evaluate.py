@@ -25,7 +25,7 @@ from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.hook import ActivationStats
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.callbacks import *
 from ..comm.collectives import *
 from ..data.sharding import *

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fastcore.all import *
 from fastai.basics import *
 from fastai.text.models.awdlstm import EmbeddingDropout,RNNDropout,WeightDropout
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.pickling import *
 from ..comm.rng import *
 from .probe import *
@@ -43,9 +43,9 @@ def unhooked(
     model:nn.Module # May have hooks of callbacks on its modules
 ):
     "Return a context manager in which users' hooks are off the modules of `model`, and hooks that are registered go at its end"
-    with Loans() as loans:
+    with Overrides() as overrides:
         for m in model.modules():
-            for k in _kinds: loans.lend(m, **{k:type(h := getattr(m, k))((i,f) for i,f in h.items() if not _is_users(f))})
+            for k in _kinds: overrides.override(m, **{k:type(h := getattr(m, k))((i,f) for i,f in h.items() if not _is_users(f))})
         yield
 
 # %% ../../nbs/312_evaluate.mixing.ipynb #a25198cd

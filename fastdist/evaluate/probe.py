@@ -32,7 +32,7 @@ from fastai.torch_core import apply
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.pickling import *
 from ..comm.rng import *
 from ..comm.draws import *
@@ -227,7 +227,7 @@ def unnoticed(
     "Restore random states and precision after this context; inside it compute no gradients, print, log and write nothing, and ignore warnings"
     with ExitStack() as stack:
         quiet = torch.no_grad(),warnings.catch_warnings(),redirect_stdout(io.StringIO()),_guard.on()
-        refused = lent(torch, save=_save),lent(signal, raise_signal=_raise_signal)
+        refused = overridden(torch, save=_save),overridden(signal, raise_signal=_raise_signal)
         for o in (kept_random(), drawing_as_ever(), _same_precision(), *quiet, *refused): stack.enter_context(o)
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()

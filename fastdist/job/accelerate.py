@@ -24,7 +24,7 @@ from accelerate.utils import DataLoaderConfiguration
 from accelerate.utils import AutocastKwargs,DDPCommunicationHookType,DistributedDataParallelKwargs,GradScalerKwargs,InitProcessGroupKwargs
 from fastcore.all import *
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from .world import *
 from .options import *
 

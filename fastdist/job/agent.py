@@ -39,7 +39,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from threading import Thread
 from fastcore.all import *
-from ..base.loans import *
+from ..base.overrides import *
 from .world import *
 from .fork import *
 from .rank import *
@@ -299,7 +299,7 @@ class LocalAgent:
         for o in (inp,b): o.close()
         main = sys.modules['__main__']
         self.p = ctx.Process(target=import_module(_module).be_local_agent, args=(a, out, dict(os.environ), call), name='agent')
-        with lent(main, **{k:None for k in ('__file__','__spec__') if k in vars(main)}): self.p.start() # or a new Python would run this script
+        with overridden(main, **{k:None for k in ('__file__','__spec__') if k in vars(main)}): self.p.start() # or a new Python would run this script
         for o in (a,out): o.close()
 
     def why(self)->str:

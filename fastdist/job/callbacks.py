@@ -10,7 +10,7 @@ Here each decision is made in one place: `JobCallback` is the base of what the j
 
 # %% auto #0
 __all__ = ['of_batch', 'rank0_callbacks', 'JobCallback', 'is_rank0_only', 'EventHooks', 'hooks_of', 'hook_events',
-           'unhook_events', 'LendingCallback']
+           'unhook_events', 'OverridingCallback']
 
 # %% ../../nbs/012_job.callbacks.ipynb #26d26567
 from functools import partial
@@ -105,9 +105,9 @@ def unhook_events(
         elif hooks.is_on(): hooks.chain()
 
 # %% ../../nbs/012_job.callbacks.ipynb #9d4adbe4
-class LendingCallback(Callback):
-    "Base of callbacks that lend the Learner methods `_lent` of their own, from when they are added until they are removed"
-    order,_lent = 11,() # methods of the Learner
+class OverridingCallback(Callback):
+    "Base of callbacks that override the Learner methods `_overridden` of their own, from when they are added until they are removed"
+    order,_overridden = 11,() # methods of the Learner
     around_order,gives_way = 0,False # of those that stand around events, the highest is the outermost; whether a wrapper sends it away while it is there
     __setattr__ = object.__setattr__ # fastai's looks for each name in the Learner and its model, to warn of one that is there too
     def __call__(self, event_name):
@@ -122,19 +122,19 @@ class LendingCallback(Callback):
     def learn(self, v):
         if self.learn is not None: self._return()
         self.__dict__['_learner'] = v
-        if v is not None: self._lend()
+        if v is not None: self._override()
 
-    def _lend(self):
+    def _override(self):
         learn = self.learn
-        own = [k for k in self._lent if k!='_with_events']
+        own = [k for k in self._overridden if k!='_with_events']
         self.__dict__['_found'] = {k:vars(learn)[k] for k in own if k in vars(learn)}
         for k in own: setattr(learn, k, getattr(self, '_on_'+k.lstrip('_')))
-        if '_with_events' in self._lent: hook_events(learn, self)
+        if '_with_events' in self._overridden: hook_events(learn, self)
 
     def _return(self):
         learn,found = self.learn,self.__dict__.pop('_found', {})
         unhook_events(learn, self)
-        for k in self._lent:
+        for k in self._overridden:
             if getattr(vars(learn).get(k), '__self__', None) is self: del vars(learn)[k]
             if k in found and k not in vars(learn) and not _left(found[k], learn): setattr(learn, k, found[k])
 

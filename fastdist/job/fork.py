@@ -32,7 +32,7 @@ from pathlib import Path
 from torch.multiprocessing import start_processes,ProcessRaisedException,ProcessExitedException
 from fastcore.all import *
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..base.at_fork import *
 from .world import *
 from .group import *
@@ -77,7 +77,7 @@ def short_sockets()->bool:
     "Let `multiprocessing` have its sockets in /tmp if their paths would be too long in `TMPDIR`; return whether they are short enough"
     if len(tempfile.gettempdir())<=70: return True
     if not os.access('/tmp', os.W_OK): return False
-    with lent(tempfile, tempdir='/tmp'): return len(get_temp_dir())<=84
+    with overridden(tempfile, tempdir='/tmp'): return len(get_temp_dir())<=84
 
 # %% ../../nbs/008_job.fork.ipynb #75ded89f
 @contextmanager

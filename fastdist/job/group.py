@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore,distributed_c10d
 from fastcore.all import *
 from ..base.errors import *
 from ..base.tracebacks import *
-from ..base.loans import *
+from ..base.overrides import *
 from .world import *
 
 # %% ../../nbs/006_job.group.ipynb #5a2657a0

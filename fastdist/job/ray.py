@@ -20,7 +20,7 @@ from contextlib import ExitStack,contextmanager,suppress
 from subprocess import PIPE,Popen
 from threading import Thread
 from fastcore.all import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..base.signals import *
 from .link import *
 from .launcher import *

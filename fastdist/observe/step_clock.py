@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch.autograd import Variable
 from fastcore.all import *
 from fastai.basics import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..comm.job import *
 from ..data import fetch,loader
 from ..evaluate.recorder import *
@@ -261,12 +261,12 @@ def timed_waits(
     clock:Clock # That of the rank
 ):
     "Return a context manager in which exchanges tell `clock` how long they take"
-    with Loans() as loans:
+    with Overrides() as overrides:
         if dist.is_available() and dist.is_initialized():
             fs = {k:v for k,v in vars(dist).items() if k.startswith(_kinds) and type(v) is FunctionType}
-            loans.lend(dist, **{k:_timed(f, clock) for k,f in fs.items()})
+            overrides.override(dist, **{k:_timed(f, clock) for k,f in fs.items()})
         job = current_job()
-        if job: loans.lend(job.exchanges, **_counted(job.exchanges, clock))
+        if job: overrides.override(job.exchanges, **_counted(job.exchanges, clock))
         yield
 
 # %% ../../nbs/802_observe.step_clock.ipynb #2ea7a3de
@@ -288,8 +288,8 @@ def timed_moves(
     clock:Clock # That of the rank
 ):
     "Return a context manager in which moving a batch to the device tells `clock` how long it takes"
-    with Loans() as loans:
-        for m in _movers: loans.lend(m, to_device=partial(clock.moving, m.to_device))
+    with Overrides() as overrides:
+        for m in _movers: overrides.override(m, to_device=partial(clock.moving, m.to_device))
         yield
 
 # %% ../../nbs/802_observe.step_clock.ipynb #9d0fb559

@@ -111,17 +111,17 @@ def epoch_table(
     return np.concatenate([head, clock.rows()])
 
 # %% ../../nbs/804_observe.timeline.ipynb #91b9a574
-class Timeline(LendingCallback):
+class Timeline(OverridingCallback):
     "Record where the time of a fit goes; `str`, `plot`, `plot_steps`, `table` and `save` tell of the newest fit"
-    order,_lent,name = 61,('_do_fit','_do_epoch'),'timeline_callback'
+    order,_overridden,name = 61,('_do_fit','_do_epoch'),'timeline_callback'
     def __init__(self,
         steps:int=1000 # Steps that are kept, the last ones of the fit
     ):
         self.size,self.clock,self.history = steps,Clock(steps),History(steps)
         self.helpers = [Border(self.clock, False),LastBorder(self.clock)]
 
-    def _lend(self):
-        super()._lend()
+    def _override(self):
+        super()._override()
         self.learn.timeline = self
         self.learn.add_cbs(self.helpers)
 

@@ -310,7 +310,7 @@ class BeforeCallbacks(AfterCallback):
         watch.changed()
 
 # %% ../../nbs/805_observe.trace.ipynb #31e84244
-_folder = Path(inspect.getsourcefile(LendingCallback)).parents[1]
+_folder = Path(inspect.getsourcefile(OverridingCallback)).parents[1]
 _run = time.time_ns() # with the process id, tells this run from an older one that wrote the same file
 
 def rank_file(
@@ -337,9 +337,9 @@ def _recorded(t, n):
     return (*summary(t),samples[1:] if samples else ())
 
 # %% ../../nbs/805_observe.trace.ipynb #0178cc03
-class Trace(LendingCallback):
+class Trace(OverridingCallback):
     "Record in `path` what each of the first `steps` steps and batches of validation of each fit leaves"
-    order,_lent,around_order = 10_000,('_with_events',),10
+    order,_overridden,around_order = 10_000,('_with_events',),10
     def __init__(self,
         path, # File; that of rank 1 is `path`.1
         steps:int=3 # Steps, and batches of validation

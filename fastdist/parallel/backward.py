@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_module_registration_hook,reg
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..comm.collectives import *
 from ..evaluate.recorder import *
 from .proxy import *
@@ -58,7 +58,7 @@ def each_backward(
         inside = True
         try: f(partial(_pass, run, kwargs), tensors, grad_tensors, kwargs)
         finally: inside = False
-    with lent(torch.autograd, backward=backward): yield
+    with overridden(torch.autograd, backward=backward): yield
 
 # %% ../../nbs/501_parallel.backward.ipynb #7bf8d3b0
 @contextmanager
@@ -72,7 +72,7 @@ def each_step(
         before()
         f = own or partial(type(self).step, self) if hasattr(type(self), 'step') else self.opt.step
         return f(*args, **kwargs)
-    with lent(opt, step=MethodType(step, opt)): yield
+    with overridden(opt, step=MethodType(step, opt)): yield
 
 # %% ../../nbs/501_parallel.backward.ipynb #a1c20f12
 @contextmanager

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.group import *
 from ..job.accelerate import *
 from ..comm.collectives import *
@@ -90,7 +90,7 @@ class Buckets:
         return torch.zeros_like(self.params[n], layout=torch.sparse_coo if n in self.sparse else None)
 
     def _await_pass(self):
-        with lent(self.ddp.module, forward=noop), torch.enable_grad(): self.ddp(None)
+        with overridden(self.ddp.module, forward=noop), torch.enable_grad(): self.ddp(None)
 
 # %% ../../nbs/505_parallel.ddp.ipynb #a1c20f22
 @contextmanager

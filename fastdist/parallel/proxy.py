@@ -45,9 +45,9 @@ def own_model(
     return learn.model.model if type(learn.model) is ModelProxy else learn.model
 
 # %% ../../nbs/500_parallel.proxy.ipynb #eb3fe2a4
-class WrapperCallback(LendingCallback):
+class WrapperCallback(OverridingCallback):
     "Base of callbacks that send a Learner's forward pass through a wrapper, from when they are added until they are removed"
-    size,_through,_fitting,_lent,around_order = 1,None,False,('_with_events',),2
+    size,_through,_fitting,_overridden,around_order = 1,None,False,('_with_events',),2
 
     def wrap(self): "Make `_through`, which the forward pass goes through"
     def give_up(self, e): "Forget the step that the error `e` of a fit has ended"
@@ -64,18 +64,18 @@ class WrapperCallback(LendingCallback):
             'HINT: use distrib_ctx, for ranks, or parallel_ctx, for the GPUs of one process, and not both')
 
     def _give_way(self):
-        "Return the callbacks on the Learner that lend it nothing as long as it has a wrapper"
-        return [o for o in self.learn._grab_cbs(LendingCallback) if o.gives_way and o.learn is self.learn]
+        "Return the callbacks on the Learner that override nothing of it as long as it has a wrapper"
+        return [o for o in self.learn._grab_cbs(OverridingCallback) if o.gives_way and o.learn is self.learn]
 
-    def _lend(self):
+    def _override(self):
         self.be_alone()
         for o in self._give_way(): o._return()
-        super(WrapperCallback, self)._lend()
+        super(WrapperCallback, self)._override()
 
     def _return(self):
         if self._fitting: self.unwrap()
         super(WrapperCallback, self)._return()
-        for o in self._give_way(): o._lend()
+        for o in self._give_way(): o._override()
 
     def _on_with_events(self, run, f, event_type, ex, final=noop):
         if event_type=='batch': f = partial(self._on_batch, f)

@@ -37,7 +37,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.callbacks import *
 from ..comm.collectives import *
 from ..comm.rng import *
@@ -253,13 +253,13 @@ class Seeding(Seeded):
     def _pass(self, kind):
         "A pass over `learn.dl`, or a fit within another place"
         learn,places,many = self.owner,self.places,self.phases.size>1
-        with Loans() as loans,places.at(kind) if kind=='train' else places.counted(kind):
+        with Overrides() as overrides,places.at(kind) if kind=='train' else places.counted(kind):
             if kind!='fit':
                 own = own_generators(*learn.cbs.filter(risinstance(JobCallback), negate=True), learn.loss_func, *own_model(learn).modules(), but=(learn,))
                 places.stack[-1] = self.seeds.within(own=own)
                 for o,f in own_generators(*loader_and_samplers(learn.dl), deep=False): f(o, key_of(*self.seeds.place, 'order'))
-                for cb in learn._grab_cbs(MixHandler) if many else []: loans.lend(cb, before_batch=partial(self._show_whole, cb, cb.before_batch))
-                self._watch(loans)
+                for cb in learn._grab_cbs(MixHandler) if many else []: overrides.override(cb, before_batch=partial(self._show_whole, cb, cb.before_batch))
+                self._watch(overrides)
             yield
             if kind=='train' and many: self.compare()
 
@@ -301,7 +301,7 @@ class Seeding(Seeded):
         learn.xb,learn.yb = cut_rows((learn.xb,learn.yb), lo, n, total)
         vars(cb).update({k:cut_rows(v, lo, n, total) for k,v in vars(cb).items() if isinstance(v, (Tensor,tuple))})
 
-    def _watch(self, loans):
+    def _watch(self, overrides):
         "Give each event of each of the user's callbacks a place"
         seen = Counter()
         for cb in self.owner.cbs.sorted('order'):
@@ -309,14 +309,16 @@ class Seeding(Seeded):
             seen[cb.name] += 1
             own = own_generators(cb, but=(self.owner,))
             for event in _events:
-                if hasattr(type(cb), event): loans.lend(cb, **{event:partial(self._watched, cb, event, getattr(cb, event), own, (cb.name,seen[cb.name],event))})
+                if not hasattr(type(cb), event): continue
+                watched = partial(self._watched, cb, event, getattr(cb, event), own, (cb.name,seen[cb.name],event))
+                overrides.override(cb, **{event:watched})
 
     def _watched(self, cb, event, f, own, place):
         draws,trials,here,many = self.draws,self.trials,(*self.seeds.place,'callback',*place),self.phases.size>1
         if draws.at is None: return f()
         if many: trials.check(trials.knows_model, 'the model')
         set_random(key_of(*here))
-        with lent(draws, counts=False),draws.patterns.in_no_order(): trials.event(cb, event, f, own) if many else f() # a callback of rank 0 may draw
+        with overridden(draws, counts=False),draws.patterns.in_no_order(): trials.event(cb, event, f, own) if many else f() # a callback of rank 0 may draw
         set_random(key_of(*here, 'after'))
 
     def compare(self):

@@ -170,7 +170,7 @@ class OptimizerShards:
         at = _by_id(now)
         retie(opt, at, lambda v,p: shard_state(v, at(p)))
 
-    def take_back(self,
+    def restore(self,
         opt, # As for `give`
         state:dict # Identity of a tensor of its state -> what takes its place
     ):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecision,MixedPrecisio
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy,transformer_auto_wrap_policy
 from fastcore.all import *
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.world import *
 from ..job.options import *
 

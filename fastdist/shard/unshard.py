@@ -201,7 +201,7 @@ class Unsharder:
             for j in range(min(ns), max(ns)): s.uncut(j, partial(_sent, ns.index(min(ns))))
 
     def _restore(self, learn, params, state):
-        self.opts.take_back(learn.opt, state)
+        self.opts.restore(learn.opt, state)
         for s in self.models.values():
             values = {id(q):params[p] for p,q in [*s.params.items(), *s.kept.items()] if p in params}
             s.take_off(lambda q: values.get(id(q)))

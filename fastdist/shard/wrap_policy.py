@@ -30,7 +30,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fastcore.all import *
 from torch.utils.checkpoint import checkpoint
 from accelerate.utils import DynamoBackend
-from ..base.loans import *
+from ..base.overrides import *
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #c1bbc5bc
 def _ignored(model, plan):
@@ -240,9 +240,9 @@ def recompute(
     units:list # From `choose_units`
 )->callable: # Puts everything back
     "Compute the activations of `recomputed(units)` again in the backward pass"
-    loans = Loans()
-    for m in recomputed(units): loans.lend(m, forward=partial(_recomputed_forward, m, vars(m).get('forward')))
-    return loans.close
+    overrides = Overrides()
+    for m in recomputed(units): overrides.override(m, forward=partial(_recomputed_forward, m, vars(m).get('forward')))
+    return overrides.close
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #f56ce545
 def _forward(m, own, fast, *args, **kwargs):
@@ -258,6 +258,6 @@ def compile_units(
     if plugin.backend==DynamoBackend.NO: return noop
     ids = {id(m) for m in units}
     inner = [m for m in units if not any(id(o) in ids for o in m.modules() if o is not m)]
-    loans,how = Loans(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())
-    for m in inner or [model]: loans.lend(m, forward=partial(_forward, m, m.forward, torch.compile(m.forward, **how)))
-    return loans.close
+    overrides,how = Overrides(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())
+    for m in inner or [model]: overrides.override(m, forward=partial(_forward, m, m.forward, torch.compile(m.forward, **how)))
+    return overrides.close

@@ -29,9 +29,9 @@ from .resume import *
 from .checkpoint_writer import *
 
 # %% ../../nbs/414_state.checkpoint.ipynb #78c865ee
-class Checkpoint(LendingCallback):
+class Checkpoint(OverridingCallback):
     "Write states of the training into the folder `path`, and go on from the newest when the script is started again"
-    order,run_valid,now,handed,_lent = 10**6,False,None,(),('_with_events',)
+    order,run_valid,now,handed,_overridden = 10**6,False,None,(),('_with_events',)
     def __init__(self,
         path, # Folder for the states of one Learner; made when the first is written
         every:int=None, # Steps of the optimizer between two states; by time alone where `None`

@@ -23,7 +23,7 @@ from fastai.callback.progress import CSVLogger,ProgressCallback
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..comm.job import *
 from ..comm.collectives import *
 from ..comm.rng import *
@@ -247,7 +247,7 @@ class FitLoop:
 def _numbered_from(learn, k):
     "Return a context manager in which the batches of `learn` are numbered from `k` on"
     one = learn.one_batch
-    return lent(learn, one_batch=lambda i,b: one(i+k, b))
+    return overridden(learn, one_batch=lambda i,b: one(i+k, b))
 
 # %% ../../nbs/412_state.resume.ipynb #6d45c748
 class AppendedLogs:

@@ -81,7 +81,7 @@ def _looked_at(items): return items if len(items)<=_many else ()
 class _Memory:
     "Budget of `left` bytes for copies; tensors and arrays beyond it that no training changes, such as a data set's, are not copied"
     def __init__(self, left): self.left = left
-    def lends(self, n, trained):
+    def affords(self, n, trained):
         "Return whether `n` bytes are copied; always for what is `trained`"
         if not trained: self.left -= n
         return trained or self.left>=0
@@ -90,7 +90,7 @@ def _of_tensor(memory, t):
     with torch._C.DisableTorchFunctionSubclass():
         if t.layout!=torch.strided or t.is_meta or hasattr(t, '_local_tensor'): return noop,()
         seen,leaf = t.data,t.is_leaf
-        held = seen.clone() if memory.lends(t.numel()*t.element_size(), t.requires_grad) else None
+        held = seen.clone() if memory.affords(t.numel()*t.element_size(), t.requires_grad) else None
         grad,req,more = (t.grad if leaf else None),t.requires_grad,dict(getattr(t, '__dict__', {}))
     hooks = [getattr(t, k, None) for k in ('_backward_hooks','_post_accumulate_grad_hooks')]
     def back():
@@ -103,7 +103,7 @@ def _of_tensor(memory, t):
 
 # %% ../../nbs/415_state.rewind.ipynb #81b39e5a
 def _of_array(memory, a):
-    if not (a.flags.writeable and memory.lends(a.nbytes, False)): return noop,()
+    if not (a.flags.writeable and memory.affords(a.nbytes, False)): return noop,()
     held = a.copy()
     def back(): a[...] = held
     return back,(a.tolist() if a.dtype==object and a.size<=_many else ())

@@ -321,8 +321,8 @@ _set_attr,_planned = Callback.__setattr__,{*_events,'order','training'}
 def __setattr__(self:Callback, name, value):
     "Set an attribute, as fastai does; a method for an event is in the plan of its Learner at once"
     _set_attr(self, name, value)
-    lent = getattr(self.learn, '__dict__', {}).get('_call_one') if name in _planned else None
-    if isinstance(o := getattr(getattr(lent, '__self__', None), '_events', None), Events): o.planned = None
+    overridden = getattr(self.learn, '__dict__', {}).get('_call_one') if name in _planned else None
+    if isinstance(o := getattr(getattr(overridden, '__self__', None), '_events', None), Events): o.planned = None
 
 # %% ../../nbs/701_train.events.ipynb #2dde568d
 _loop = 'dl','iter','n_iter','epoch','n_epoch','train_iter','pct_train','training','xb','yb','pred','loss','loss_grad','smooth_loss'

@@ -27,7 +27,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.world import *
 from ..job.group import *
 from ..job.options import *

@@ -32,7 +32,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..base.errors import *
-from ..base.loans import *
+from ..base.overrides import *
 from ..job.world import *
 from ..job.options import *
 from ..job.callbacks import *
@@ -67,7 +67,7 @@ from .lr_find import *
 # %% ../../nbs/709_train.trainer.ipynb #97a04058
 class DistributedTrainer(WrapperCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
-    _lent = '_with_events','_call_one','lr_find'
+    _overridden = '_with_events','_call_one','lr_find'
     _stateattrs = 'job','_events','agreement','phases','layout','gradients','evaluate','entered','held','seeding'
     @delegates(HFAccelerator, but=fastai_has_own)
     def __init__(self,
@@ -118,7 +118,7 @@ def _asks_for_nothing(options, env):
 
 # %% ../../nbs/709_train.trainer.ipynb #db60d167
 @patch
-def _lend(self:DistributedTrainer):
+def _override(self:DistributedTrainer):
     _warn_lone(os.environ)
     w,plan = self.accelerator.world,self.plan
     with changed_env(**({'ACCELERATE_MIXED_PRECISION':self.precision} if self.precision else {})):
@@ -137,8 +137,8 @@ def _join(self:DistributedTrainer, w, plan):
     self.accelerator.adopt(self.job.member, self.job.live.acc)
     self._make_parts(w, plan)
     if w.size>1: _enter(self.job, self.layout, plan, self.sync_bn)
-    super(DistributedTrainer, self)._lend()
-    if w.size>1: self.step.lend()
+    super(DistributedTrainer, self)._override()
+    if w.size>1: self.step.override()
 
 def _enter(job, layout, plan, sync_bn):
     try:
@@ -214,7 +214,7 @@ def _note_stop(job):
 @patch
 def _return(self:DistributedTrainer):
     if self.entered: self.entered.close()
-    if self.step: self.step.take_back()
+    if self.step: self.step.restore()
     super(DistributedTrainer, self)._return()
     if self.job and self.job.stopped and not self.layout.gathers: _note_stop(self.job)
     if self.layout: self.layout.leave(self.learn)
@@ -233,7 +233,7 @@ def wrap(self:DistributedTrainer):
     steps,learn = self.job.live.accumulate,self.learn
     self.gradients.begin(Window(steps, first(learn._grab_cbs(GradientAccumulation)) if self.size>1 or steps>1 else None)) # it must count the samples of several ranks
     self._events.windowed,self._events.planned,self._events.around = bool(self.gradients.window),None,self.gradients.around if self.size>1 else None
-    self.lists = lend_lists(learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
+    self.lists = override_lists(learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
     for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, self.job, self.phases)
     for cb in learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(learn.dls.train, StepDL)))
     self.gradients.wrap()

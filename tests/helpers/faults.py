@@ -113,11 +113,11 @@ def traces(model):
 
 def state(learn):
     "What a context puts back, whatever happens in it"
-    lent = [k for k in ('_with_events','_do_one_batch','_call_one','lr_find') if k in vars(learn)]
+    overridden = [k for k in ('_with_events','_do_one_batch','_call_one','lr_find') if k in vars(learn)]
     mine = learn.model,learn.model.forward.__self__,*learn.dls.loaders,learn.logger,*learn.cbs
     threads = [o.name for o in threading.enumerate() if 'fastdist' in o.name]
     job = torch.distributed.is_initialized(),current_job() is None,signal.getsignal(signal.SIGURG),PartialState._shared_state,threads
-    return [id(o) for o in mine],lent,job,traces(learn.model),dict(os.environ)
+    return [id(o) for o in mine],overridden,job,traces(learn.model),dict(os.environ)
 
 def survive(rank, kind, place, size, culprit, shard):
     learn,fault = faulty(kind, place, rank==culprit, size, culprit)

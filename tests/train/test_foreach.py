@@ -51,14 +51,14 @@ def schedule(opt, i):
     if 'mom' in opt.hypers[0]: opt.set_hyper('mom', .9-.01*i)
     if i==7: opt.set_hyper('wd', 0.)
 
-def run(f, lent, n=12, dtype=torch.float, change=noop):
+def run(f, overridden, n=12, dtype=torch.float, change=noop):
     m = net(dtype)
     opt = made(f, m)
     for i in range(n):
         schedule(opt, i)
         grads(m, i)
         opt = change(opt, i) or opt
-        with lists_ctx(opt) if lent(i) else nullcontext():
+        with lists_ctx(opt) if overridden(i) else nullcontext():
             opt.step()
             if i%2: opt.zero_grad()
     return m,opt
@@ -92,7 +92,7 @@ def test_operations_are_as_many_for_any_number(f):
     def count(n):
         ps = [nn.Parameter(torch.ones(3)) for _ in range(n)]
         for p in ps: p.grad = torch.ones(3)
-        opt = lend_lists(f(ps, lr=.1))
+        opt = override_lists(f(ps, lr=.1))
         opt.step()
         with Count() as count:
             opt.step()
@@ -114,7 +114,7 @@ def test_nothing_is_read(f):
     "On a device that has no numbers, reading one is an error"
     ps = [nn.Parameter(torch.ones(3, device='meta')) for _ in range(3)]
     for p in ps: p.grad = torch.ones_like(p)
-    opt = lend_lists(f(ps, lr=.1))
+    opt = override_lists(f(ps, lr=.1))
     for _ in range(8):
         opt.step()
         opt.zero_grad()
@@ -152,13 +152,13 @@ def keeps_graph(p):
 
 @pytest.mark.parametrize('f', (SGD,partial(SGD, wd=.1),Larc,Lamb))
 def test_odd_gradients(f):
-    def made(lent):
+    def made(overridden):
         set_seed(1)
         ps = [nn.Parameter(torch.randn(3, *s)) for s in ((),(2,),())]
         opts = [f(ps[::2], lr=.1),SGD(ps[1:2], lr=.1)]
         keeps_graph(ps)
         for opt in opts:
-            if lent: lend_lists(opt)
+            if overridden: override_lists(opt)
             opt.step()
             opt.zero_grad()
         assert not any(p.grad.requires_grad for p in ps)
@@ -168,17 +168,17 @@ def test_odd_gradients(f):
 def test_a_graph_outlives_a_step():
     "fastai changes `p.data`, so that a backward pass may follow, as in a GAN"
     p = nn.Parameter(torch.ones(2))
-    loss,p.grad,opt = (p*p).sum(),torch.ones(2),lend_lists(Adam([p], lr=.1))
+    loss,p.grad,opt = (p*p).sum(),torch.ones(2),override_lists(Adam([p], lr=.1))
     opt.step()
     loss.backward()
 
 def test_parts():
     "Of many tensors, and of one that is larger than a part"
-    def made(lent):
+    def made(overridden):
         set_seed(1)
         ps = [nn.Parameter(torch.randn(n)) for n in [300_000,1,7,600_000,5,200_000,0]+[1000]*9]
         opt = Adam([ps[:9],ps[9:]], lr=.1)
-        if lent: lend_lists(opt)
+        if overridden: override_lists(opt)
         for i in range(2):
             for p in ps: p.grad = p.detach()**2
             opt.step()
@@ -210,10 +210,10 @@ def append(opt, i):
 
 @pytest.mark.parametrize('f', (SGD,Adam,ranger))
 def test_a_function_comes_and_goes(f):
-    def ran(lent):
+    def ran(overridden):
         m = net()
         opt = made(f, m)
-        if lent: lend_lists(opt)
+        if overridden: override_lists(opt)
         for i in range(12):
             grads(m, i)
             append(opt, i)
@@ -233,11 +233,11 @@ def test_left_alone(mk):
 
 @pytest.mark.parametrize('hyper', (dict(lr=tensor(.1)),dict(grad_avg=None),dict(lr=.1, dampening=True),dict(lr=np.float64(.1))))
 def test_other_hypers(hyper):
-    def made(lent):
+    def made(overridden):
         p = nn.Parameter(torch.ones(2))
         opt = SGD([p], lr=.1, mom=.9)
         opt.hypers[0].update(hyper)
-        if lent: lend_lists(opt)
+        if overridden: override_lists(opt)
         for i in range(3):
             p.grad = torch.ones(2)*i
             try: opt.step()
@@ -246,14 +246,14 @@ def test_other_hypers(hyper):
     assert same(*[flat(made(o)) for o in (False,True)])
 
 def test_twice_the_same_parameter():
-    def made(lent):
+    def made(overridden):
         p = nn.Parameter(torch.ones(2))
         q,p.grad = nn.Parameter(p.data),torch.ones(2)
         q.grad = torch.ones(2)
         res = []
         for ps in ([p,p],[p,q]):
             opt = Adam(ps, lr=.1, wd=.1)
-            if lent: lend_lists(opt)
+            if overridden: override_lists(opt)
             opt.step()
             res += [p.detach().clone(),opt.state[p]['step']]
         return res
@@ -270,9 +270,9 @@ def test_someones_own_step():
     test_eq((vars(opt)==before, calls), (True, [1]))
 
 def test_someone_within():
-    "A step that somebody puts in the place of the lent one stays, and what was lent and kept steps as before"
+    "A step that somebody puts in the place of ours stays, and ours, where it was kept, steps as before"
     p = nn.Parameter(torch.ones(2))
-    opt = lend_lists(SGD([p], lr=.1))
+    opt = override_lists(SGD([p], lr=.1))
     kept = opt.step
     opt.step = mine = lambda: kept()
     return_lists(opt)
@@ -309,12 +309,12 @@ def test_copies(f, copied):
     assert same(flat(new.state_dict()), flat(opt.state_dict()))
 
 def test_a_closure():
-    opt = lend_lists(SGD([nn.Parameter(torch.ones(2))], lr=.1))
+    opt = override_lists(SGD([nn.Parameter(torch.ones(2))], lr=.1))
     with pytest.raises(NotImplementedError): opt.step(noop)
 
-class Lend(Callback):
+class Override(Callback):
     "Copies and exports in the midst of a fit"
-    def before_fit(self): lend_lists(self.opt)
+    def before_fit(self): override_lists(self.opt)
     def after_batch(self):
         if not self.training or self.iter!=1: return
         deepcopy(self.opt)
@@ -342,19 +342,19 @@ def test_a_fit(f, tmp_path):
         learn.freeze()
         with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(2, slice(.001,.01), cbs=GradientClip(.1))
         return learn.model,learn.opt
-    compare(fitted(), fitted(Lend()))
+    compare(fitted(), fitted(Override()))
 
 shapes = st.lists(st.tuples(st.sampled_from([(),(3,),(2,5),(1000,)]), st.integers(0, 2), st.booleans()), min_size=1, max_size=9)
 @given(shapes, st.sampled_from(list(opts.values())), st.lists(st.integers(0, 511), min_size=1, max_size=8))
 def test_whatever_has_a_gradient(shapes, f, live):
     "Parameters in up to three groups, with or without weight decay; of which each step gives some a gradient"
-    def made(lent):
+    def made(overridden):
         set_seed(0)
         ps = [nn.Parameter(torch.randn(s)) for s,*_ in shapes]
         lists = [[p for p,(_,g,_) in zip(ps, shapes) if g==i] for i in range(3)]
         opt = f([o for o in lists if o], lr=.01)
         for p,(*_,decay) in zip(ps, shapes): opt.state[p] = {} if decay else dict(do_wd=False)
-        if lent: lend_lists(opt)
+        if overridden: override_lists(opt)
         for bits in live:
             for i,p in enumerate(ps): p.grad = torch.randn(p.shape) if bits>>i&1 else None
             opt.step()

@@ -662,8 +662,8 @@ def test_resumes():
     for a,b in ((None,True),(True,True),(False,True),(True,False)): exact(whole, resumed(a, b))
 
 class Looks(Callback):
-    "Notes which of the Learner's methods are lent in a step"
-    def before_step(self): seen.extend(k for k in LeanStep._lent if isinstance(getattr(vars(self.learn).get(k), '__self__', None), LeanStep))
+    "Record which of the Learner's methods are overridden in a step"
+    def before_step(self): seen.extend(k for k in LeanStep._overridden if isinstance(getattr(vars(self.learn).get(k), '__self__', None), LeanStep))
 
 seen,own_part = [],ListSteps._part
 
@@ -675,10 +675,10 @@ def seen_on(rank, ranks):
     learn,long_way = toy(n=12, bs=4, opt_func=Adam),mock.patch.object(DistributedDataParallel, 'forward', side_effect=RuntimeError)
     with learn.distrib_ctx() if ranks else learn.lean_ctx(), learn.no_bar(), learn.no_logging(), mock.patch.object(ListSteps, '_part', counted_part), long_way:
         learn.fit(1, cbs=Looks())
-    return seen[:6],[k for k in LeanStep._lent if k in vars(learn)],[k for k in ('step','zero_grad') if k in vars(learn.opt)]
+    return seen[:6],[k for k in LeanStep._overridden if k in vars(learn)],[k for k in ('step','zero_grad') if k in vars(learn.opt)]
 
 @pytest.mark.replicas
 @pytest.mark.parametrize('n', (1,2,3))
 def test_who_does_the_work(n):
-    "A step of ranks, and of a lean Learner, goes through what is lent, and nothing of it is left"
-    test_eq(on_ranks(partial(seen_on, ranks=n>1), n, join=False, timeout=60), [([*LeanStep._lent,4,2], [], [])]*n)
+    "A step of ranks, and of a lean Learner, goes through what is overridden, and nothing of it is left"
+    test_eq(on_ranks(partial(seen_on, ranks=n>1), n, join=False, timeout=60), [([*LeanStep._overridden,4,2], [], [])]*n)

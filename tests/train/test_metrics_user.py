@@ -283,7 +283,7 @@ def with_sum(learn):
 @sizes
 def test_a_sum_is_found_with_one_sample_a_rank(size): check(partial(task, *tasks['classes'][:3], lambda n: []), size, dict(summed=with_sum), [(7,1)], **exact)
 
-class Lends(Callback):
+class Replaces(Callback):
     "Has another loss for a while"
     def __init__(self, loss, begin='before_validate', end='after_validate', order=0): self.loss,self.begin,self.end,self.order = loss,begin,end,order
     def __call__(self, event_name):
@@ -298,15 +298,15 @@ class Sets(Callback):
     def after_validate(self): self.learn.loss_func.reduction = 'mean'
 
 total,ignoring,per_batch = CrossEntropyLossFlat(reduction='sum'),CrossEntropyLossFlat(ignore_index=0),('before_batch','after_loss')
-lent = dict(first=lambda: Lends(total), last=lambda: Lends(total, order=60), asked=lambda: Lends(summed), counted=lambda: Lends(ignoring),
-    attribute=Sets, batches=lambda: Lends(total, *per_batch), later=lambda: Lends(total, 'before_batch', 'after_batch', 9), training=lambda: Lends(total, 'before_batch', 'after_loss train'))
+overridden = dict(first=lambda: Replaces(total), last=lambda: Replaces(total, order=60), asked=lambda: Replaces(summed), counted=lambda: Replaces(ignoring),
+    attribute=Sets, batches=lambda: Replaces(total, *per_batch), later=lambda: Replaces(total, 'before_batch', 'after_batch', 9), training=lambda: Replaces(total, 'before_batch', 'after_loss train'))
 
-def with_lent(cb, learn):
+def with_overrides(cb, learn):
     learn.fit(2, .01, cbs=(cb := cb()))
     return [o.detach().clone() for o in learn.model.parameters()],list(learn.recorder.values),list(learn.validate(cbs=cb))
 
 @pytest.mark.parametrize('size', (2,3,4))
-@cases(**{k:partial(with_lent, v) for k,v in lent.items()})
+@cases(**{k:partial(with_overrides, v) for k,v in overridden.items()})
 def test_another_loss_for_a_while(cases, size):
-    "A callback lends the Learner another loss, for evaluations or for batches, also where a rank has no samples"
+    "A callback gives the Learner another loss, for evaluations or for batches, also where a rank has no samples"
     check(partial(task, *tasks['classes'][:3], lambda n: []), size, cases, [(37,12//size),(1,12//size)], rtol=1e-5, atol=1e-5)
