@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from fastcore.all import call_parse
 from fastdist.base.errors import RankError
 from fastdist.comm.job import Job
-from fastdist.job.world import World
+from fastdist.launch.world import World
 
 def timed(f):
     start = time.monotonic()

@@ -32,7 +32,7 @@ def said(folder, stage, rank, secs):
 
 def started(module, name, check, size, device, backend, folder, stage):
     "What the processes of one stage of a check say, in rank order; none of them is left"
-    from fastdist.job.group import free_port
+    from fastdist.launch.group import free_port
     args,end = (device,backend,folder,free_port(),stage),time.monotonic()+check.secs
     ps = [processes.Process(target=be, args=(module,name,rank,size,*args)) for rank in range(size)]
     try:

@@ -15,9 +15,9 @@ from fastdist import *
 from fastdist.base.loans import changed_env
 from fastdist.comm.collectives import gather_objs
 from fastdist.comm.rng import kept_random
-from fastdist.job.group import Membership
-from fastdist.observe.checks import _off as off
-from fastdist.observe.straggler import shown_parts
+from fastdist.launch.group import Membership
+from fastdist.tools.checks import _off as off
+from fastdist.tools.straggler import shown_parts
 from fastdist.shard.shard import RowCarrier
 from fastdist.parallel.ddp import Carrier,is_direct
 from fastdist.parallel.backward import each_backward

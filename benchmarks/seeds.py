@@ -3,7 +3,7 @@ import sys,time
 from fastcore.all import *
 from fastai.vision.all import *
 from fastdist import *
-from fastdist.job.fork import on_ranks
+from fastdist.launch.fork import on_ranks
 
 class Clock(Callback):
     "Seconds of this process in each step, not those of its neighbours"

@@ -22,7 +22,7 @@ def _defined(mod, name):
     return method if method and f'{mod}.{cls}' not in d['syms'][mod] else cls
 
 def names(
-    module # Of a module: `job.world`
+    module # Of a module: `launch.world`
 )->list: # In the order of their cells as far as `__all__` has it, then methods
     "Return the public names of the module of `module`, with methods patched on other classes"
     mod = f'fastdist.{module}'
@@ -65,7 +65,7 @@ def entry(
     body = _signature(obj) if callable(obj) else getdoc(obj) or ''
     return f'### {name} {{ #{name} }}\n\n{body}\n\nTaught in {link}.\n'
 
-titles = dict(base='Base', job='Job', comm='Comm', data='Data', evaluate='Evaluate', state='State', parallel='Parallel', shard='Shard', train='Train', observe='Observe')
+titles = dict(base='Base', launch='Launch', comm='Comm', data='Data', evaluate='Evaluate', state='State', parallel='Parallel', shard='Shard', train='Train', tools='Tools')
 
 def _page(title, about, entries): return f'# {title}\n\n{about}\n\n'+'\n'.join(o for o in entries if o)
 

@@ -52,29 +52,22 @@ Modules:
 - `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, and hooks on parameters that are not linear, found by a probe
 - `fastdist.evaluate.probe`: A function of samples is run whole and in parts, once, on copies, and its results are compared
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
-- `fastdist.job.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
-- `fastdist.job.agent`: The process that runs the ranks of one machine for a parent process, on this machine or another
-- `fastdist.job.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner
-- `fastdist.job.detached`: Jobs that outlive the process that started them, and are found again by name
-- `fastdist.job.fork`: Ranks from a head process, and forks that do not hang
-- `fastdist.job.group`: Join a process to its job, and undo that
-- `fastdist.job.launcher`: Start ranks through agents, on this node or by an engine on others; watch them, show their output, end them
-- `fastdist.job.link`: Frames between a parent process and the agents that run its ranks
-- `fastdist.job.options`: Options of Accelerate, honoured or refused
-- `fastdist.job.pickling`: Functions, classes and tensors, sent between a head and its ranks
-- `fastdist.job.rank`: A rank: a forked process that calls a function, and the pipes to its agent
-- `fastdist.job.ray`: Ranks on the nodes of a Ray cluster
-- `fastdist.job.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits
-- `fastdist.job.ssh`: Ranks on hosts that are reached by SSH
-- `fastdist.job.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
+- `fastdist.launch.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
+- `fastdist.launch.agent`: The process that runs the ranks of one machine for a parent process, on this machine or another
+- `fastdist.launch.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner
+- `fastdist.launch.detached`: Jobs that outlive the process that started them, and are found again by name
+- `fastdist.launch.fork`: Ranks from a head process, and forks that do not hang
+- `fastdist.launch.group`: Join a process to its job, and undo that
+- `fastdist.launch.launcher`: Start ranks through agents, on this node or by an engine on others; watch them, show their output, end them
+- `fastdist.launch.link`: Frames between a parent process and the agents that run its ranks
+- `fastdist.launch.options`: Options of Accelerate, honoured or refused
+- `fastdist.launch.pickling`: Functions, classes and tensors, sent between a head and its ranks
+- `fastdist.launch.rank`: A rank: a forked process that calls a function, and the pipes to its agent
+- `fastdist.launch.ray`: Ranks on the nodes of a Ray cluster
+- `fastdist.launch.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits
+- `fastdist.launch.ssh`: Ranks on hosts that are reached by SSH
+- `fastdist.launch.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
-- `fastdist.observe.checks`: Facts of a job that are known beforehand, compared with what is found
-- `fastdist.observe.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
-- `fastdist.observe.desync`: A callback that finds the step after which ranks no longer train the same model
-- `fastdist.observe.step_clock`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
-- `fastdist.observe.straggler`: The rank for which the others wait, by how much it is late, and in what
-- `fastdist.observe.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
-- `fastdist.observe.trace`: A record of what the first steps of a fit leave, which another process can be compared with
 - `fastdist.parallel.backward`: Backward passes are seen where they begin, and gradients that DDP does not see are averaged
 - `fastdist.parallel.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
 - `fastdist.parallel.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
@@ -112,6 +105,13 @@ Modules:
 - `fastdist.state.serialize`: Nested values as JSON and named tensors, many scalars as one tensor
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
+- `fastdist.tools.checks`: Facts of a job that are known beforehand, compared with what is found
+- `fastdist.tools.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
+- `fastdist.tools.desync`: A callback that finds the step after which ranks no longer train the same model
+- `fastdist.tools.step_clock`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
+- `fastdist.tools.straggler`: The rank for which the others wait, by how much it is late, and in what
+- `fastdist.tools.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
+- `fastdist.tools.trace`: A record of what the first steps of a fit leave, which another process can be compared with
 - `fastdist.train.agreement`: A Learner's events, run so that all ranks do what one decides
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
@@ -128,9 +128,9 @@ from types import ModuleType
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastai.torch_core import num_distrib, rank_distrib
 from .base.errors import DesyncError, HomeError, OptionError, Preempted, RankError, ResumeError, SeedError, VersionError, WorldError
-from .job.world import World, install_fault, own_version
-from .job.group import this_world, setup_distrib, teardown_distrib
-from .job.fork import on_ranks
+from .launch.world import World, install_fault, own_version
+from .launch.group import this_world, setup_distrib, teardown_distrib
+from .launch.fork import on_ranks
 from .comm.rank0 import rank0_first
 from .data.loader import DistributedDL
 from .state.checkpoint import Checkpoint
@@ -138,10 +138,10 @@ from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer
 from .parallel.proxy import ParallelTrainer
 from . import learner,saving
-from .observe.desync import DesyncCheck
-from .observe.timeline import Timeline
-from .observe.trace import Trace
-from .observe.comparison import Comparison
+from .tools.desync import DesyncCheck
+from .tools.timeline import Timeline
+from .tools.trace import Trace
+from .tools.comparison import Comparison
 
 __doc__ = (__doc__ or '').partition('\n\nModules:')[0] # nbdev-export writes a list of all modules behind it
 __version__ = own_version()

@@ -34,16 +34,16 @@ from torch.distributed import PrefixStore
 from fastcore.all import *
 from fastai.basics import *
 from .base.errors import *
-from .job.world import *
-from .job.group import *
-from .job.launcher import *
-from .job.ssh import *
+from .launch.world import *
+from .launch.group import *
+from .launch.launcher import *
+from .launch.ssh import *
 from .comm.job import *
 from .comm.collectives import *
 from .comm.rank0 import *
-from .observe.checks import *
-from .observe.trace import *
-from .observe.comparison import *
+from .tools.checks import *
+from .tools.trace import *
+from .tools.comparison import *
 from .learner import *
 from .accelerator import *
 
@@ -265,7 +265,7 @@ def audit_script(
 
 # %% ../nbs/903_check.ipynb #bdd8b34e
 def host_table(
-    engine # As `job.launcher` has it
+    engine # As `launch.launcher` has it
 )->str:
     "Return how each machine of `engine` answers, and reaches the first; raise `EngineError` for one that does not"
     with Launcher(engine) as launcher:

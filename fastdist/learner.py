@@ -23,17 +23,17 @@ from fastcore.all import *
 from fastai.basics import *
 from .base.errors import *
 from .base.overrides import *
-from .job.world import *
-from .job.fork import *
-from .job.group import *
-from .job.options import *
+from .launch.world import *
+from .launch.fork import *
+from .launch.group import *
+from .launch.options import *
 from .comm.rank0 import *
 from .comm.rng import *
 from .data.loader import *
 from .parallel.proxy import *
 from .train.step import *
 from .train.trainer import *
-from .observe.trace import *
+from .tools.trace import *
 
 # %% ../nbs/900_learner.ipynb #b9c02db9
 with suppress(WorldError): start_alike(launch_token(os.environ))

@@ -24,7 +24,7 @@ from fastai.basics import *
 from fastai.text.learner import TextLearner
 from .base.errors import *
 from .base.overrides import *
-from .job.group import *
+from .launch.group import *
 from .comm.job import *
 from .comm.rank0 import *
 from .state.values import *

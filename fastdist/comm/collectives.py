@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 from fastcore.all import *
 from ..base.errors import *
-from ..job.world import *
+from ..launch.world import *
 from .collective_log import *
 from .job import *
 

@@ -37,8 +37,8 @@ from torch.distributed import DistError,DistNetworkError
 from ..base.at_fork import *
 from ..base.errors import *
 from ..base.signals import *
-from ..job.world import *
-from ..job.group import *
+from ..launch.world import *
+from ..launch.group import *
 from .collective_log import *
 from .store import *
 from .progress import *

@@ -24,9 +24,9 @@ from fastcore.all import *
 from torch.distributed import DistError
 from ..base.errors import *
 from ..base.overrides import *
-from ..job.fork import *
-from ..job.group import *
-from ..job.options import *
+from ..launch.fork import *
+from ..launch.group import *
+from ..launch.options import *
 from .collective_log import *
 from .job import *
 from .collectives import *

@@ -23,7 +23,7 @@ import random,torch,zlib,numpy as np
 from contextlib import contextmanager,nullcontext
 from torch.utils.data import get_worker_info
 from fastcore.all import *
-from ..job.group import *
+from ..launch.group import *
 from .collectives import *
 
 # %% ../../nbs/107_comm.rng.ipynb #3758d23a

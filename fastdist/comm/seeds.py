@@ -22,7 +22,7 @@ from types import CellType,FunctionType,MethodType,ModuleType
 from fastcore.all import *
 from fastai.learner import Learner
 from ..base.errors import *
-from ..job.callbacks import *
+from ..launch.callbacks import *
 from .rng import *
 
 # %% ../../nbs/108_comm.seeds.ipynb #ab5ef64e

@@ -26,8 +26,8 @@ from fastcore.all import *
 from torch.distributed import PrefixStore,TCPStore
 from ..base.at_fork import *
 from ..base.errors import *
-from ..job.world import *
-from ..job.group import *
+from ..launch.world import *
+from ..launch.group import *
 from .collective_log import *
 
 try: import resource

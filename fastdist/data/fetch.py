@@ -192,7 +192,7 @@ def _is_idle_in(line):
     return file.startswith(('<frozen ',*_torch,*_ours)) or file.startswith(_stdlib) and 'site-packages' not in file
 
 _package = Path(current_job.__code__.co_filename).parent.parent
-_torch,_ours,_stdlib = (f'{Path(torch.__file__).parent}/',),tuple(f'{_package/o}/' for o in ('base','job')),f'{sysconfig.get_path("stdlib")}/'
+_torch,_ours,_stdlib = (f'{Path(torch.__file__).parent}/',),tuple(f'{_package/o}/' for o in ('base','launch')),f'{sysconfig.get_path("stdlib")}/'
 _fetch = 'torch/utils/data/_utils/fetch.py'
 
 # %% ../../nbs/203_data.fetch.ipynb #7a11d003

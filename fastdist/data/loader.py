@@ -25,8 +25,8 @@ from fastcore.all import *
 from fastai.torch_core import apply,to_detach,to_device
 from fastai.data.core import TfmdDL
 from ..base.errors import *
-from ..job.world import *
-from ..job.group import *
+from ..launch.world import *
+from ..launch.group import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from .sharding import *

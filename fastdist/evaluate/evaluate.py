@@ -26,7 +26,7 @@ from fastai.callback.core import GatherPredsCallback
 from fastai.callback.hook import ActivationStats
 from ..base.errors import *
 from ..base.overrides import *
-from ..job.callbacks import *
+from ..launch.callbacks import *
 from ..comm.collectives import *
 from ..data.sharding import *
 from ..data.loader import *

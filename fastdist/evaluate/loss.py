@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
 from fastai.torch_core import find_bs
 from ..base.errors import *
-from ..job.pickling import *
-from ..job.world import *
+from ..launch.pickling import *
+from ..launch.world import *
 from ..comm.collectives import *
 from .probe import *
 from .merge import *

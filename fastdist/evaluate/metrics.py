@@ -22,7 +22,7 @@ from fastai.learner import AvgLoss,Metric
 import numbers,pickle,numpy as np,torch
 from ..base.errors import *
 from ..base.tracebacks import *
-from ..job.group import *
+from ..launch.group import *
 from ..comm.collectives import *
 from .merge import *
 from .merge_rules import *

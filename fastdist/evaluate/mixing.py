@@ -27,7 +27,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.text.models.awdlstm import EmbeddingDropout,RNNDropout,WeightDropout
 from ..base.overrides import *
-from ..job.pickling import *
+from ..launch.pickling import *
 from ..comm.rng import *
 from .probe import *
 

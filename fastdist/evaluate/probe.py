@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 from ..base.errors import *
 from ..base.overrides import *
-from ..job.pickling import *
+from ..launch.pickling import *
 from ..comm.rng import *
 from ..comm.draws import *
 

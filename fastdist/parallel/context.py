@@ -20,11 +20,11 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,GradScaler
 from ..base.errors import *
 from ..base.signals import *
-from ..job.world import *
-from ..job.group import *
-from ..job.options import *
-from ..job.accelerate import *
-from ..job.callbacks import *
+from ..launch.world import *
+from ..launch.group import *
+from ..launch.options import *
+from ..launch.accelerate import *
+from ..launch.callbacks import *
 from ..comm.job import *
 
 # %% ../../nbs/506_parallel.context.ipynb #8f5df798

@@ -27,8 +27,8 @@ from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
 from ..base.overrides import *
-from ..job.group import *
-from ..job.accelerate import *
+from ..launch.group import *
+from ..launch.accelerate import *
 from ..comm.collectives import *
 from ..evaluate.recorder import *
 from ..state.replicas import *

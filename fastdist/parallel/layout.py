@@ -33,7 +33,7 @@ from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 from fastcore.all import *
 from fastai.basics import *
-from ..job.group import *
+from ..launch.group import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..evaluate.mixing import *

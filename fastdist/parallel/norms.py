@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from ..base.errors import *
-from ..job.group import *
+from ..launch.group import *
 from ..comm.collectives import *
 
 _BatchNorm = private('torch.nn.modules.batchnorm:_BatchNorm')

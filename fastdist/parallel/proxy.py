@@ -18,7 +18,7 @@ __all__ = ['ModelProxy', 'own_model', 'WrapperCallback', 'ParallelTrainer']
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 from fastcore.all import *
 from fastai.basics import *
-from ..job.callbacks import *
+from ..launch.callbacks import *
 
 # %% ../../nbs/500_parallel.proxy.ipynb #eb0dff9e
 class ModelProxy:

@@ -38,7 +38,7 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler
 from ..base.errors import *
 from ..base.overrides import *
-from ..job.callbacks import *
+from ..launch.callbacks import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..comm.seeds import *

@@ -24,8 +24,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy,transformer_
 from fastcore.all import *
 from ..base.errors import *
 from ..base.overrides import *
-from ..job.world import *
-from ..job.options import *
+from ..launch.world import *
+from ..launch.options import *
 
 # %% ../../nbs/600_shard.plan.ipynb #97f5eb41
 @dataclass

@@ -22,7 +22,7 @@ from fastai.basics import *
 from contextlib import contextmanager
 from types import SimpleNamespace
 from torch.amp import GradScaler
-from ..job.world import *
+from ..launch.world import *
 from ..comm.collectives import *
 from ..parallel.backward import *
 

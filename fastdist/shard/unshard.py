@@ -21,7 +21,7 @@ from fastcore.all import *
 from fastai.basics import *
 from copy import copy
 from torch.distributed.tensor import DTensor
-from ..job.group import *
+from ..launch.group import *
 from ..comm.collectives import *
 from ..state.serialize import *
 from ..state.dcp import *

@@ -21,7 +21,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from ..base.errors import *
-from ..job.callbacks import *
+from ..launch.callbacks import *
 from .folder import *
 from .preempt import *
 from .fits import *

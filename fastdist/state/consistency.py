@@ -26,7 +26,7 @@ from fastai.data.load import DataLoader
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
-from ..job.world import *
+from ..launch.world import *
 from ..comm.collective_log import *
 from ..comm.collectives import *
 from ..comm.seeds import *

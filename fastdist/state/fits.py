@@ -27,7 +27,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.data.load import DataLoader
 from ..base.errors import *
 from ..base.values import *
-from ..job.pickling import *
+from ..launch.pickling import *
 from ..comm.seeds import *
 from ..data.digest import *
 from ..data.loader import *

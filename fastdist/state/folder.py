@@ -32,7 +32,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
 from ..base.at_fork import *
-from ..job.world import own_version
+from ..launch.world import own_version
 from .files import _fill,record
 from .serialize import *
 

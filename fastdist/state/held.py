@@ -22,8 +22,8 @@ from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
 from ..base.values import *
-from ..job.pickling import *
-from ..job.callbacks import *
+from ..launch.pickling import *
+from ..launch.callbacks import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from .snapshot import *

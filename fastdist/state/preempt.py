@@ -18,8 +18,8 @@ import os,signal,sys,threading,time
 from fastcore.all import *
 from ..base.errors import *
 from ..base.signals import *
-from ..job.group import *
-from ..job.rank import *
+from ..launch.group import *
+from ..launch.rank import *
 
 _signal_handling = private('torch.utils.data._utils:signal_handling')
 

@@ -22,7 +22,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.errors import *
 from ..base.values import *
-from ..job.pickling import *
+from ..launch.pickling import *
 from ..comm.rng import *
 from ..data.loader import *
 from .values import *

@@ -24,7 +24,7 @@ from types import FunctionType,MethodType
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
-from ..job.pickling import *
+from ..launch.pickling import *
 from .values import *
 from .snapshot import *
 

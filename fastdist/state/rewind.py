@@ -27,7 +27,7 @@ from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader,IterableDataset
 from ..base.errors import *
 from ..base.values import *
-from ..job.pickling import *
+from ..launch.pickling import *
 from ..comm.rng import *
 from ..data.loader import *
 from .snapshot import *

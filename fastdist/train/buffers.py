@@ -16,7 +16,7 @@ __all__ = ['Buffers']
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
-from ..job.callbacks import *
+from ..launch.callbacks import *
 from ..state.replicas import *
 from ..parallel.proxy import *
 

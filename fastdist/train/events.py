@@ -28,7 +28,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import ShortEpochCallback
 from fastai.learner import CastToTensor
 from ..base.errors import *
-from ..job.callbacks import *
+from ..launch.callbacks import *
 from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.probe import *

@@ -35,8 +35,8 @@ from fastai.callback.schedule import LRFinder,ParamScheduler
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation,GradientClip
 from ..base.errors import *
-from ..job.pickling import *
-from ..job.callbacks import *
+from ..launch.pickling import *
+from ..launch.callbacks import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..evaluate.recorder import *

@@ -23,7 +23,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader
 from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
-from ..job.world import *
+from ..launch.world import *
 from ..data.loader import *
 
 # %% ../../nbs/704_train.phase.ipynb #b49e928a

@@ -28,11 +28,11 @@ from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.errors import *
 from ..base.overrides import *
-from ..job.world import *
-from ..job.group import *
-from ..job.options import *
-from ..job.accelerate import *
-from ..job.pickling import *
+from ..launch.world import *
+from ..launch.group import *
+from ..launch.options import *
+from ..launch.accelerate import *
+from ..launch.pickling import *
 from ..comm.collectives import *
 from ..data.source import *
 from ..data.loader import *
@@ -47,7 +47,7 @@ class JobDescription:
         log_setup:str='cpu', # Device on which numbers for logs are reduced: 'cpu', or 'auto' for the rank's device
         backend:str=None, # Of the process group: 'nccl' or 'gloo'; the device's own by default
         dtype:torch.dtype=None, # Of models and of float data; unchanged by default
-        engine=None, # Starts ranks on other machines, as `job.launcher` has it
+        engine=None, # Starts ranks on other machines, as `launch.launcher` has it
         **options # For `accelerate.Accelerator`
     ):
         check_nprocs(nprocs, compute_setup, here=engine is None)

@@ -19,8 +19,8 @@ from fastai.basics import *
 from fastai.losses import BaseLoss
 from fastai.data.load import DataLoader
 from ..base.errors import *
-from ..job.pickling import *
-from ..job.callbacks import *
+from ..launch.pickling import *
+from ..launch.callbacks import *
 from ..data.fetch import *
 from ..data.loader import *
 from ..evaluate.recorder import *

@@ -33,10 +33,10 @@ from fastai.callback.schedule import LRFinder
 from fastai.callback.training import GradientAccumulation
 from ..base.errors import *
 from ..base.overrides import *
-from ..job.world import *
-from ..job.options import *
-from ..job.callbacks import *
-from ..job.fork import *
+from ..launch.world import *
+from ..launch.options import *
+from ..launch.callbacks import *
+from ..launch.fork import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from ..comm.seeds import *

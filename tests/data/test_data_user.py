@@ -9,7 +9,7 @@ from fastai.basics import *
 from fastai.data.load import SkipItemException
 from fastai.callback.data import WeightedDL,PartialDL
 from fastdist import *
-from fastdist.job.fork import forked_workers
+from fastdist.launch.fork import forked_workers
 from fastcore.test import test_eq,test_close
 
 n,g = 75,12

@@ -5,7 +5,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import DistributedDL
 from fastdist.data.loader import StepDL
-from fastdist.job.fork import forked_workers
+from fastdist.launch.fork import forked_workers
 import learners
 
 @pytest.mark.parametrize('name', 'vision tabular collab language_model text_classifier'.split())

@@ -15,7 +15,7 @@ from fastai.vision.all import *
 from fastai.vision.gan import *
 from fastdist import *
 from fastdist.base.errors import *
-from fastdist.observe.trace import ShortTrace,TraceEnd
+from fastdist.tools.trace import ShortTrace,TraceEnd
 from compare import cases,sizes
 from procs import free_port
 from seeded import *

@@ -17,7 +17,7 @@ os.environ['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(here/'cold'), *fil
 env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | dict(PYTHONWARNINGS='ignore')
 
 def free_port():
-    "As `fastdist.job.group.free_port`; what scripts start may not import fastdist"
+    "As `fastdist.launch.group.free_port`; what scripts start may not import fastdist"
     while True:
         with suppress(OSError), socket.create_server(('127.0.0.1', SystemRandom().randrange(10_000, 32_768))) as s: return s.getsockname()[1]
 

@@ -4,7 +4,7 @@ from fastcore.all import *
 from fastcore.test import *
 from fastai.basics import *
 from fastdist.learner import *
-from fastdist.job.fork import *
+from fastdist.launch.fork import *
 
 class Batches(Callback):
     "Keeps inputs and targets of each batch of training as the model gets them"

@@ -5,7 +5,7 @@ import pytest,torch
 from fastai.vision.all import *
 from fastdist import *
 from fastdist.base.errors import *
-from fastdist.job.launcher import EngineError
+from fastdist.launch.launcher import EngineError
 from hosts import *
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(240)]

@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastcore.test import test_eq,expect_fail
 from fastdist import *
 from fastdist.base.errors import HomeError
-from fastdist.job.launcher import start_ranks
+from fastdist.launch.launcher import start_ranks
 from learners import digits
 from procs import *
 

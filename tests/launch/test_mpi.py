@@ -2,7 +2,7 @@
 import json,pytest
 from fastcore.test import *
 from fastdist import WorldError
-from fastdist.job.world import World,launch_token
+from fastdist.launch.world import World,launch_token
 from procs import *
 
 # As printed by `mpirun -np 2 env` of Open MPI 4.1.4 and `mpiexec -np 2 env` of MPICH 4.0.2, but for what has nothing to do with ranks

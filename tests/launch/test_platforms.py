@@ -4,7 +4,7 @@ from contextlib import redirect_stdout
 from io import BytesIO,StringIO
 from types import ModuleType
 from fastdist import *
-from fastdist.job.fork import on_ranks
+from fastdist.launch.fork import on_ranks
 from fastai.basics import torch
 from procs import *
 

@@ -1,7 +1,7 @@
 "Ranks on a Ray cluster of two nodes on this machine, each with two CPUs, and a context in a function of Ray Train"
 import importlib.util,json,pytest
 from fastcore.test import *
-from fastdist.job.world import World
+from fastdist.launch.world import World
 from procs import *
 
 needs = 'ray>=2.40','msgpack','pyarrow' # all else that Ray imports is among the requirements for development

@@ -5,7 +5,7 @@ import pytest
 from fastai.basics import *
 from fastdist import *
 from fastdist.comm.job import Job,current_job
-from fastdist.job.group import sockets
+from fastdist.launch.group import sockets
 from fastcore.test import test_eq
 from learners import digits
 

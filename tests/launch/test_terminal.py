@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.timeout(240)]
 script = '''import os,sys,time
 from pathlib import Path
 from fastdist import *
-from fastdist.job.launcher import Command,RemoteAgent,agent_code
+from fastdist.launch.launcher import Command,RemoteAgent,agent_code
 class Here:
     name,places = 'here',['here']
     def open(self, i): return Command([sys.executable,'-c',agent_code])

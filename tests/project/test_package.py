@@ -6,7 +6,7 @@ from pathlib import Path
 import fastdist,pytest
 from fastcore.nbio import mk_cell,new_nb,write_nb
 from fastcore.test import test_eq
-from fastdist.job.world import newest_tried
+from fastdist.launch.world import newest_tried
 
 top = Path(__file__).parents[2]
 cfg = ConfigParser()

@@ -8,7 +8,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.job.group import group_owner
+from fastdist.launch.group import group_owner
 from fastdist.comm.job import Job,current_job
 from fastcore.test import test_eq,test_close,expect_fail
 from collectives import counting

@@ -3,7 +3,7 @@ import pytest,random,warnings
 from fastai.basics import *
 from fastcore.test import *
 from fastdist import *
-from fastdist.job.fork import *
+from fastdist.launch.fork import *
 
 def _fit(vocab, mean=.5):
     "Train on two classes with `vocab`; return the error's text, or ''"

@@ -4,7 +4,7 @@ from collections import Counter
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
-from fastdist.job.fork import *
+from fastdist.launch.fork import *
 from collectives import counting
 
 class Critic(Callback):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastai.vision.all import *
 from fastcore.test import expect_fail,test_eq
 from fastdist.base.errors import ResumeError
-from fastdist.job.fork import forked_workers,on_ranks
+from fastdist.launch.fork import forked_workers,on_ranks
 from fastdist.state import folder
 from fastdist.state.files import record
 from fastdist.state.folder import *

@@ -4,7 +4,7 @@ from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.test_utils import synth_learner
 from fastdist import *
-from fastdist.job.callbacks import JobCallback
+from fastdist.launch.callbacks import JobCallback
 from fastdist.state.resume import LocalLayout,LocalLoaders
 
 class Ask(Callback):

@@ -6,7 +6,7 @@ from fastai.callback.all import *
 from fastcore.test import test_eq
 from fastdist import *
 from fastdist.comm.rng import rank0_random
-from fastdist.job.pickling import read,write
+from fastdist.launch.pickling import read,write
 from fastdist.state.returned import put_returned,returned_state
 from learners import digits
 

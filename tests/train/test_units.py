@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy,CustomPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations
 from torchvision.models import convnext,densenet,resnet,swin_transformer,vgg,vision_transformer,mobilenet_v3_small
-from fastdist.job.fork import *
+from fastdist.launch.fork import *
 from fastdist.parallel.norms import *
 from fastdist.shard.wrap_policy import *
 
