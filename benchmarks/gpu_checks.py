@@ -12,7 +12,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.optimizer import RAdam,QHAdam,Larc,Lamb,ranger
 from fastdist import *
-from fastdist.base.loans import changed_env
+from fastdist.base.overrides import changed_env
 from fastdist.comm.collectives import gather_objs
 from fastdist.comm.rng import kept_random
 from fastdist.launch.group import Membership

@@ -27,8 +27,8 @@ def with_grads(mk, device):
 
 def made(mk, device, theirs, torchs):
     "Name -> an optimizer; each has parameters of its own"
-    from fastdist.parallel.foreach import lend_lists
-    res = dict(fastai=theirs(with_grads(mk, device), lr=1e-3), lists=lend_lists(theirs(with_grads(mk, device), lr=1e-3)))
+    from fastdist.parallel.foreach import override_lists
+    res = dict(fastai=theirs(with_grads(mk, device), lr=1e-3), lists=override_lists(theirs(with_grads(mk, device), lr=1e-3)))
     if torchs is None: return res
     res['foreach'] = torchs(with_grads(mk, device), lr=1e-3, foreach=True)
     if torchs is not optim.RAdam: res['fused'] = torchs(with_grads(mk, device), lr=1e-3, fused=True)
