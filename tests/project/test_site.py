@@ -93,10 +93,10 @@ def test_a_name_that_no_visible_cell_binds_is_found():
 @pytest.mark.parametrize('path', shown, ids=lambda o: o.stem)
 def test_what_a_page_shows_can_be_typed(path): assert not unbound(_code(path))
 
-def test_the_title_of_a_room_is_its_name():
+def test_the_title_of_a_module_is_its_name():
     for name,path in modules.items(): assert read_nb(pages.root/'nbs'/path).cells[1].source.startswith(f'# {name}\n'), path
 
-def test_search_prefers_guides_to_rooms_and_scripts():
+def test_search_prefers_guides_to_modules_and_scripts():
     start,guide,tutorial,words,names,module,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_launch.md','006_launch.world.ipynb','examples/digits.py.md'))
     assert start>guide==tutorial>words>names>module==script
 

@@ -18,7 +18,7 @@ def imported(module, node):
     if node.level: return '.'.join([*module.split('.')[:-node.level], *filter(None, [node.module])])
     return node.module.removeprefix('fastdist.') if node.module.startswith('fastdist.') else None
 
-def test_rooms_import_from_below():
+def test_modules_import_from_below():
     "Also inside of functions; a public module may be above its user only there"
     pairs = [(k,o) for k,t in trees.items() for n in ast.walk(t) if (o := imported(k, n)) in place]
     assert len(pairs)>300
@@ -47,7 +47,7 @@ def test_python_3_10_reads_every_file():
     test_eq([(str(k),o) for k,s in code.items() if not re.search(r'^\s*[%!]', s, re.M) for o in newer(ast.parse(s, feature_version=(3,10)))], [])
     if sys.version_info>=(3,11): test_eq([newer(ast.parse(o)) for o in ('a[*b, 1]','a[(*b, 1)]','def f(*a: *T): ...')], [[1],[],[1]])
 
-def test_no_text_in_code_names_a_room():
+def test_no_text_in_code_names_a_module():
     "An arrow that nobody sees: it would point to where a module was"
     texts = [(k,o.value) for k,t in trees.items() for o in ast.walk(t) if isinstance(o, ast.Constant) and isinstance(o.value, str)]
     folders = '|'.join({k.partition('.')[0] for k in trees if '.' in k}-{'comm'}) # whose own name stands there: its code waits
@@ -66,7 +66,7 @@ def defined(n):
     if any(o.endswith('.register') for o in how): return []
     return [f'{ast.unparse(n.args.args[0].annotation)}.{n.name}' if any(o.startswith('patch') for o in how) else n.name]
 
-def test_a_name_is_defined_once_in_its_room():
+def test_a_name_is_defined_once_in_its_module():
     "Also a private one: where two modules become one, the later would take the place of the earlier"
     names = Counter((k,o) for k,t in trees.items() for n in t.body for o in defined(n))
     assert len(names)>1500
