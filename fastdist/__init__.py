@@ -90,7 +90,7 @@ Modules:
 - `fastdist.shard.wrap_policy`: Modules whose parameters are gathered together when a model is sharded
 - `fastdist.state.checkpoint`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
 - `fastdist.state.checkpoint_writer`: A thread that writes states beside the training, one at a time
-- `fastdist.state.consistency`: Facts that all ranks must share when a fit begins, compared in one exchange
+- `fastdist.state.consistency`: Facts that all ranks must share when a fit begins, and samples that they must read alike
 - `fastdist.state.dcp`: Rows of tensors in shards: each rank writes its own, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.fits`: A Learner counts its fits with a path, and each is described by what the script gives it
@@ -101,7 +101,6 @@ Modules:
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit
 - `fastdist.state.resume`: Where a fit stands: done, cut off, or new; and how it goes on from a state
 - `fastdist.state.returned`: What ranks have trained, written into the objects of the parent process
-- `fastdist.state.rewind`: Put back all objects that a Learner reaches, after a piece of training that was only tried
 - `fastdist.state.serialize`: Nested values as JSON and named tensors, many scalars as one tensor
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared
 - `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something

@@ -44,7 +44,6 @@ from ..data.loader import *
 from ..evaluate.loss import *
 from ..evaluate.evaluate import *
 from ..state.checkpoint import *
-from ..state.rewind import *
 from ..state.held import *
 from ..state.consistency import *
 from ..parallel.proxy import *

@@ -281,7 +281,7 @@ def fit_with(rank, mk, shift=0.):
 
 @pytest.mark.parametrize('size', (2,3))
 @pytest.mark.parametrize('mk,said', [(rate,'p of module 1 of the model (Dropout)'), (activation,'class of module 1 of the model'), (slope,'negative_slope of module 1'),
-    (smoothing,'eps of the loss function'), (around,'0 of the loss function')])
+    (smoothing,'eps of the loss function'), (around,'eps of the loss function')])
 def test_a_plain_number_that_differs_is_named(mk, said, size):
     for how,text in on_ranks(lambda rank: fit_with(rank, mk), size, join=False): assert how=='ValueError' and said in text and 'study' in text and 'sorted(' not in text, text
 
