@@ -12,7 +12,7 @@ Here rank 0 writes a file that is complete or not there, and the others of its j
 __all__ = []
 
 # %% ../nbs/901_saving.ipynb #ebbc9db3
-import cloudpickle,os,sys,time,torch,fastai.learner,fastai.text.learner
+import cloudpickle,os,time,torch,fastai.learner,fastai.text.learner
 from contextlib import contextmanager,suppress
 from errno import ENOENT
 from functools import wraps
@@ -23,6 +23,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.text.learner import TextLearner
 from .base.errors import *
+from .base.tracebacks import *
 from .base.overrides import *
 from .launch.group import *
 from .comm.job import *
@@ -163,7 +164,7 @@ def _load_in_order(model, wgts):
 
 def _barrier_outside_jobs():
     "Wait for the file that `load_learner` is about to read; for all ranks too, unless a job is open"
-    _await_written(sys._getframe(1).f_locals.get('fname'))
+    _await_written(callers_argument('fname'))
     if current_job() is None: distrib_barrier()
 
 Learner.load,TextLearner.load = _reads(Learner.load),_reads(TextLearner.load)

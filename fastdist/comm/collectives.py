@@ -14,7 +14,7 @@ __all__ = ['grouped', 'comm_device', 'exchange', 'backend_of', 'all_reduce', 'sa
            'gather_objs']
 
 # %% ../../nbs/105_comm.collectives.ipynb #877934b5
-import io,pickle,sys,torch
+import io,pickle,torch
 from contextlib import nullcontext
 from hashlib import blake2b
 from torch import distributed as dist
@@ -45,7 +45,7 @@ def exchange(
     "Return a context that counts the code inside as one exchange `name`, if there is a job"
     job = current_job()
     if not job or job.failed or job.exchanges.inside: return nullcontext()
-    return job.exchange(name or asking(sys._getframe(1)), kind)
+    return job.exchange(name or asking(), kind)
 
 def _reachable(t): return t if f'{t.device.type}:' in str(dist.get_backend_config()) else t.to(comm_device())
 

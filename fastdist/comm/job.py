@@ -37,6 +37,7 @@ from torch.distributed import DistError,DistNetworkError
 from ..base.at_fork import *
 from ..base.errors import *
 from ..base.signals import *
+from ..base.tracebacks import *
 from ..launch.world import *
 from ..launch.group import *
 from .collective_log import *

@@ -20,6 +20,7 @@ __all__ = ['died', 'unresponsive', 'Progress', 'Judge']
 import sys,threading,time,traceback
 from contextlib import contextmanager
 from fastcore.all import *
+from ..base.tracebacks import *
 from .collective_log import *
 
 # %% ../../nbs/102_comm.progress.ipynb #2f3b6843

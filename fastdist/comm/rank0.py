@@ -14,7 +14,7 @@ ranks do the same; after `rank0_alone` the work of rank 0 is enough."""
 __all__ = ['without_barrier', 'rank0_first', 'rank0_alone', 'rank0_named', 'rank0_noted', 'await_noted', 'await_rank0']
 
 # %% ../../nbs/106_comm.rank0.ipynb #7b1f0a04
-import json,sys,traceback,fastai.torch_core
+import json,traceback,fastai.torch_core
 from collections import Counter
 from contextlib import contextmanager,suppress
 from contextvars import ContextVar
@@ -23,6 +23,7 @@ from warnings import warn
 from fastcore.all import *
 from torch.distributed import DistError
 from ..base.errors import *
+from ..base.tracebacks import *
 from ..base.overrides import *
 from ..launch.fork import *
 from ..launch.group import *
@@ -105,7 +106,7 @@ class _JobNotes:
         store = self.job.store.main
         done = [json.loads(o) for o in store.get(self._done()).splitlines()] if store.check([self._done()]) else []
         if done and what!='rank0_first': raise _PassedBy(first(get_close_matches(what, done, 1, 0)))
-        raise RankError(None, f'rank {self.job.rank} waits for rank 0 to come to {what!r}, {place_of(sys._getframe())}; but {past}. HINT: call it on all ranks')
+        raise RankError(None, f'rank {self.job.rank} waits for rank 0 to come to {what!r}, {place_of()}; but {past}. HINT: call it on all ranks')
 
 # %% ../../nbs/106_comm.rank0.ipynb #63de5408
 @contextmanager

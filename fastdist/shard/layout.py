@@ -12,7 +12,7 @@ FSDP averages gradients. A step needs more: what the losses of all ranks weigh, 
 __all__ = ['explain_shards', 'whole_numbers', 'Sharded']
 
 # %% ../../nbs/610_shard.layout.ipynb #9792b815
-import torch,traceback
+import torch
 from contextlib import ExitStack,contextmanager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -43,17 +43,12 @@ _aside = ('HINT: in a model in shards, ask it for its parameters where you use t
 
 _words = {'single memory location':'The Parameter may be one of a model in shards, of before its context. '+_aside, 'is not supported for tensor subclasses':_rows, 'unevenly sharded tensor':_rows, 'not have been used in the graph':_unused, 'does not support deepcopy':_copy} # torch's
 
-def _of_shards(e):
-    "Return whether a tensor in shards was at hand where `e` was raised"
-    frames = [f for f,_ in traceback.walk_tb(e.__traceback__)][-6:]
-    return 'DTensor' in str(e) or any(isinstance(o, DTensor) for f in frames for v in f.f_locals.values() for o in (v if isinstance(v, (tuple,list)) else [v]))
-
 def explain_shards(
     e:Exception # That was raised on this rank
 ):
     "Add a note to `e` where it comes from a parameter in shards"
     if 'HINT: ' in str(e): return
-    note = first(v for k,v in _words.items() if k in str(e)) or (_sharded if _of_shards(e) else None)
+    note = first(v for k,v in _words.items() if k in str(e)) or (_sharded if 'DTensor' in str(e) else None)
     if note: add_note(e, note)
 
 # %% ../../nbs/610_shard.layout.ipynb #cc458ca1

@@ -211,9 +211,7 @@ def check_alike(
 ):
     "Raise `ValueError` on all ranks unless they have the same `facts`; one all-reduce while they have"
     if same_on_all(facts): return
-    lines = users_line()
-    place = lines and f'{lines[0]}:{lines[1]}'
-    all_,places,local_ranks = zip(*gather_objs((facts, place, World.from_env().local_rank)))
+    all_,places,local_ranks = zip(*gather_objs((facts, place_of(), World.from_env().local_rank)))
     found = _first_difference([*map(_flat, all_)], local_ranks)
     if not found: return
     of,arg,vals = found
