@@ -136,10 +136,8 @@ def _on_purpose():
 
 # %% ../nbs/903_check.ipynb #768a7eca
 def _check_fit(rep, learn, make, shard=False):
-    "Add findings about collectives and a fit"
+    "Add findings about a small fit"
     w = rep.world
-    rep.begin('collectives')
-    rep.add(check_collectives(gather_objs(try_collectives(w))))
     rep.begin('shards' if shard else 'replicas')
     fit_quietly(learn)
     rep.add(check_shards(learn) if shard and w.size>1 else check_replicas(learn))
@@ -168,7 +166,6 @@ def _all_checks(rep, learn, nprocs, make, shard=False):
     places = gather_objs(rank_place(rep.world))
     rep.say(place_table(places), '')
     rep.add(check_world(places, missing_ranks(len(places), nprocs)))
-    for o in check_nodes(gather_objs(node_limits(rep.world))): rep.add(o)
     if rep.ok: _check_fit(rep, learn, make, shard)
     rep.say('', 'All is well.' if rep.ok else 'Something is wrong, see the hints.')
     return broadcast_obj(rep.ok) # a rank that ended earlier could end rank 0 before that has printed
@@ -298,7 +295,7 @@ def main(
     compare:bool=False, # Compare traces that FASTDIST_TRACE or Trace has written
     hosts:str='' # Hosts that are reached by ssh, as gpu1,gpu2: start the ranks there
 ):
-    "Check ranks, collectives, replicas and exactness where this runs, and exit with 1 where something is wrong"
+    "Check ranks, replicas and exactness where this runs, and exit with 1 where something is wrong"
     if fault := install_fault(): print(f'fastdist-check: {fault}', file=sys.stderr)
     if audit is not None: sys.exit(not audit_script(script, nprocs or 2, folder, steps=audit, fits=fits, per_rank=per_rank))
     if compare: sys.exit(not _compare_traces(script))

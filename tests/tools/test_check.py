@@ -12,13 +12,13 @@ from fastdist.comm.collectives import grouped
 from procs import *
 
 pytestmark = pytest.mark.timeout(180)
-titles = ['ranks','collectives','replicas','exactness']
+titles = ['ranks','replicas','exactness']
 
-def verdicts(text): return dict(o.split()[1::-1] for o in text.splitlines() if o.startswith(('ok ','FAILED ')) and o.split()[1]!='node')
+def verdicts(text): return dict(o.split()[1::-1] for o in text.splitlines() if o.startswith(('ok ','FAILED ')))
 
 def hints_of_failed(text):
     "Number of hints of each check that failed"
-    return [o.count('HINT: ') for o in re.split(r'^(?=ok |FAILED |note |$)', text, flags=re.M) if o.startswith('FAILED ')]
+    return [o.count('HINT: ') for o in re.split(r'^(?=ok |FAILED |$)', text, flags=re.M) if o.startswith('FAILED ')]
 
 def rank0_says(text, n, launcher):
     test_eq(verdicts(text), dict.fromkeys(titles, 'ok'))
@@ -75,13 +75,13 @@ def faulty(rank, f, **kw): return checked(rank, make=partial(small_learner, cbs=
 def test_a_rank_that_parts_is_found(f, what):
     (ok,text,_),(ok1,silent,_) = on_ranks(partial(faulty, f=f), join=False)
     test_eq([ok,ok1,silent], [False,False,''])
-    test_eq(verdicts(text), dict(ranks='ok', collectives='ok', replicas='FAILED', exactness='FAILED'))
+    test_eq(verdicts(text), dict(ranks='ok', replicas='FAILED', exactness='FAILED'))
     assert f'FAILED  replicas     {what} of ranks [1] is not that of rank 0' in text and hints_of_failed(text)==[1]*2, text
     test_eq(text.splitlines()[-1], 'Something is wrong, see the hints.')
 
 def test_a_broken_law_is_found_where_replicas_agree():
     (ok,text,_),_ = on_ranks(lambda rank: checked(rank, make=partial(small_learner, seed=rank*10)), join=False)
-    test_eq([ok, verdicts(text)], [False,dict(ranks='ok', collectives='ok', replicas='ok', exactness='FAILED')])
+    test_eq([ok, verdicts(text)], [False,dict(ranks='ok', replicas='ok', exactness='FAILED')])
     assert 'HINT: see that all ranks read the same data' in text
 
 def test_batch_norm_of_each_rank_breaks_the_law():
@@ -137,7 +137,7 @@ if __name__=='__main__': main()"""
 def test_torchrun_with_faults(warm, tmp_path):
     (tmp_path/'faulty.py').write_text(script)
     out,_ = warm(*torchrun(tmp_path/'faulty.py'), rc=1)
-    test_eq(verdicts(out), dict(ranks='ok', collectives='ok', replicas='FAILED', exactness='FAILED'))
+    test_eq(verdicts(out), dict(ranks='ok', replicas='FAILED', exactness='FAILED'))
     assert '0.weight of ranks [1] is not that of rank 0' in out and 'rank 1 failed: OSError: Exception occured in `Fault`' in out
     test_eq(hints_of_failed(out), [1]*2)
 
