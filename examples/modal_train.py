@@ -7,7 +7,7 @@ app,states = modal.App('digits', image=image),modal.Volume.from_name('digits', c
 
 @app.function(gpu='L4:2', timeout=3600, volumes={'/states':states})
 def train(epochs=3, folder='/states'):
-    "Accuracy, and the weights as bytes: what a function returns is what comes home from Modal"
+    "Accuracy, and the weights as bytes: Modal returns what the function returns"
     import io
     from fastai.basics import CrossEntropyLossFlat,DataLoaders,Learner,accuracy,nn,set_seed,torch
     from sklearn.datasets import load_digits
