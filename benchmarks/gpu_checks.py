@@ -743,7 +743,7 @@ def _launches(at, f):
     name = 'cudaLaunchKernel' if at.device.type=='cuda' else 'aten::'
     return sum(o.count for o in prof.key_averages() if o.key.startswith(name))
 
-opts = dict(SGD=partial(SGD, mom=.9, wd=.1), RMSProp=RMSProp, Adam=Adam, RAdam=RAdam, QHAdam=QHAdam, Larc=Larc, Lamb=Lamb)
+opts = dict(SGD=partial(SGD, mom=.9, wd=.1), RMSProp=RMSProp, Adam=Adam, RAdam=RAdam)
 
 @check('one', secs=150, alone=True)
 def steps_over_lists(at):

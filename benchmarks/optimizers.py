@@ -13,10 +13,10 @@ def resnet():
     return resnet18()
 
 def kinds():
-    "Name -> fastai's optimizer, and torch's counterpart; torch has no LARC and no LAMB"
-    from fastai.optimizer import SGD,Adam,Lamb,Larc,RAdam
+    "Name -> fastai's optimizer, and torch's counterpart"
+    from fastai.optimizer import SGD,Adam,RAdam
     sgd = partial(SGD, mom=.9),partial(optim.SGD, momentum=.9)
-    return dict(SGD=sgd, Adam=(Adam,optim.AdamW), RAdam=(RAdam,optim.RAdam), Lamb=(Lamb,None), Larc=(Larc,None))
+    return dict(SGD=sgd, Adam=(Adam,optim.AdamW), RAdam=(RAdam,optim.RAdam))
 
 def with_grads(mk, device):
     "Parameters of a model with gradients"

@@ -17,7 +17,7 @@ train.events fastai.learner:Learner _with_events
 train.events fastai.learner:Learner __call__ _call_one
 train.events fastai.callback.core:Callback __setattr__
 train.step fastai.learner:Learner all_batches one_batch
-parallel.foreach fastai.optimizer: sgd_step weight_decay l2_reg average_grad average_sqr_grad momentum_step rms_prop_step step_stat debias adam_step radam_step qhadam_step larc_layer_lr larc_step lamb_step _update
+parallel.foreach fastai.optimizer: sgd_step weight_decay l2_reg average_grad average_sqr_grad momentum_step rms_prop_step step_stat debias adam_step radam_step _update
 parallel.foreach fastai.optimizer:Optimizer step zero_grad
 parallel.foreach fastai.optimizer:Lookahead step
 train.lr_find fastai.callback.schedule:LRFinder before_fit after_fit
