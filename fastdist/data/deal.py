@@ -30,7 +30,6 @@ class Division:
     rank:int # This rank
     size:int # Number of ranks
     slicing:bool=True # Whether a rank has a slice of each global batch; one contiguous block otherwise
-    pad:bool=True # Whether a rank without a part of the last global batch gets its first sample; in a stream each does
     alone:bool=False # Whether one process makes the batches just as the loader itself does
     seeded:bool=False # Whether the random numbers of each sample come from its position in the global order
 
@@ -66,7 +65,7 @@ class Deal:
 
     def _places(self, rank):
         r = self.ranks
-        return slices(self.n, self.each, rank, r.size, self.drop_last, r.pad) if r.slicing else block(self.n, rank, r.size)
+        return slices(self.n, self.each, rank, r.size, self.drop_last) if r.slicing else block(self.n, rank, r.size)
 
     def n_batches(self,
         rank:int # Any rank
@@ -75,12 +74,10 @@ class Deal:
         if self.n is None: raise TypeError('the number of samples is not known. HINT: give the data set a `__len__`, or fastai\'s `DataLoader` the argument n')
         r = self.ranks
         if not r.slicing: return ceil_div(self.n, r.size)//self.each if self.drop_last else ceil_div(ceil_div(self.n, r.size), self.each)
-        full,m = divmod(self.n, self.g)
-        lo,hi = part(m, rank, r.size)
-        return full + int(m>0 and not self.drop_last and (r.pad or hi>lo))
+        return self.n//self.g if self.drop_last else ceil_div(self.n, self.g)
 
     def n_steps(self)->int: # 0 if unknown
-        "Return the number of steps of rank 0, the most of all ranks"
+        "Return the number of steps, the same on all ranks"
         return 0 if self.n is None else self.n_batches(0)
 
     def positions(self,
@@ -91,13 +88,13 @@ class Deal:
 
     def sizes(self
     )->np.ndarray: # Shape `(steps, size)`
-        "Return the number of samples of each rank in each step, in slices without padding"
+        "Return the number of samples of each rank in each step, padding left out; needs slices"
         full,m = divmod(self.n, self.g)
         return dealt([self.g]*full+[m]*(m>0 and not self.drop_last), self.ranks.size)
 
     def gathered_order(self
     )->np.ndarray: # Shape `(n,)`; `None` if it is unknown
-        "Return, for each sample of the global order, its row among rows gathered rank by rank; needs slices without padding"
+        "Return, for each sample of the global order, its row among rows gathered rank by rank, padding left out; needs slices"
         return None if self.n is None else row_order(self.sizes())
 
     def padding(self,
@@ -152,7 +149,7 @@ class StreamDeal(Deal):
         return np.concatenate([np.empty(0, int), *(o+at(m) for o,m in zip(starts, self.read))])
 
     def gathered_order(self):
-        "Return, for each sample read, its row among rows gathered rank by rank; needs slices without padding"
+        "Return, for each sample read, its row among rows gathered rank by rank, padding left out; needs slices"
         return row_order(dealt(self.read, self.ranks.size))
 
 # %% ../../nbs/202_data.deal.ipynb #25086a18

@@ -81,13 +81,12 @@ def slices(
     bs:int, # Samples of one rank in a step
     rank:int, # This rank
     size:int, # World size
-    drop_last:bool=False, # Whether to leave out a ragged last batch
-    pad:bool=True # Whether a rank without a part of the last batch gets its first sample, so that all ranks make the same number of steps
+    drop_last:bool=False # Whether to leave out a ragged last batch
 )->np.ndarray: # Positions in the global order, in batches of `bs` except the last
-    "Return the `rank`-th slice of each global batch of `size*bs` samples of `n`"
+    "Return the `rank`-th slice of each global batch of `size*bs` samples of `n`; the first sample of a batch where it has no part of it"
     steps,m = divmod(n, bs*size)
     lo,hi = part(0 if drop_last else m, rank, size)
-    if pad and m and lo==hi and not drop_last: lo,hi = 0,1
+    if m and lo==hi and not drop_last: lo,hi = 0,1
     res = np.empty(steps*bs+hi-lo, dtype=int_type(n))
     firsts = np.arange(rank*bs, steps*bs*size, bs*size, dtype=res.dtype)
     np.add(firsts[:,None], np.arange(bs, dtype=res.dtype), out=res[:steps*bs].reshape(steps, bs))

@@ -319,10 +319,6 @@ class Evaluate(JobCallback):
         num,den,_ = ifnone(self._loss_numbers(n), (l*n,n,n))
         return num,den
 
-    def catch_up(self):
-        "Take part in the exchanges of a batch of which this rank has no samples"
-        self._whole_batches(self.phases.current, None)
-
     def _report(self, ph):
         if ph is None or ph.dl is None: return
         if ph.recorder and (not self.learn.training or ph.train_metrics): self._merge_metrics(self._metrics(), ph)

@@ -24,8 +24,7 @@ class Agreement:
         events:Events, # Who is called
         job, # `JobContext`, with the ranks' `Job` where there are several
         phases, # The Learner's `Phases`
-        passes, # `BackwardPasses`, which find out how a loss reduces
-        evaluate # The callback that evaluates
+        passes # `BackwardPasses`, which find out how a loss reduces
     ):
         store_attr()
         self.learn = events.learn
@@ -93,24 +92,3 @@ class Agreement:
         res = mine if isinstance(mine, what) else what()
         res.agreed = True
         raise res
-
-    def to_the_end(self,
-        all_batches:callable # Goes over this rank's batches
-    ):
-        "Evaluate, and take part in what ranks with more batches exchange, before any callback begins something else"
-        all_batches()
-        ph = self.phases.current
-        if ph is None or ph.dl is None: return
-        for _ in range(ph.dl.n_steps()-len(ph.sizes)): self._without_batch()
-
-    def _without_batch(self):
-        "Take part in a batch of the others"
-        try:
-            for o in ('before_batch','after_pred','after_loss'): self._without(o)
-        except CancelBatchException: self._without('after_cancel_batch')
-        self._without('after_batch')
-
-    def _without(self, event_name):
-        for cb,votes,_ in self.events.of(event_name):
-            if cb is self.evaluate and event_name=='after_batch': cb.catch_up()
-            if votes: self.vote(None, f'a vote after {type(cb).__name__}.{event_name}')

@@ -25,7 +25,6 @@ from types import CodeType,FunctionType
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.tracker import TerminateOnNaNCallback
-from fastai.callback.training import ShortEpochCallback
 from fastai.learner import CastToTensor
 from ..base.errors import *
 from ..launch.callbacks import *
@@ -145,6 +144,10 @@ def decides(
 # %% ../../nbs/701_train.events.ipynb #3f4acffe
 def _known(module): return module.partition('.')[0] in ('fastai','fastcore','fastdist','builtins')
 
+def _is_users(cb, event_name):
+    "Return whether a user wrote what `cb` does at `event_name`"
+    return event_name in vars(cb) or not _known(type(cb).__module__)
+
 def is_agreed(
     e:Exception # One of `cancels`
 )->bool:
@@ -157,8 +160,8 @@ def is_local(
     cb:Callback, # A Learner's
     training:bool # Whether it trains, and does not evaluate
 )->bool:
-    "Return whether `cb` is one of fastai's callbacks that cancel by what this rank alone knows"
-    return not training and (isinstance(cb, TerminateOnNaNCallback) or isinstance(cb, ShortEpochCallback) and cb.short_valid)
+    "Return whether `cb` is fastai's callback that cancels an evaluation by what this rank alone knows"
+    return not training and isinstance(cb, TerminateOnNaNCallback)
 
 def answers(
     cb:Callback, # A Learner's
@@ -191,6 +194,7 @@ class Events:
         self.at,self.phase,self.windowed,self.around,self.replaced = 'before_fit',0,False,None,noop # `replaced` is called where a callback may have replaced loaders
         self.tried = [] # callbacks and events that `around` has seen in training
         self.skipped = {} # callback and event -> epoch and number of each batch that it has cancelled on this rank
+        self.batch = None # `CurrentBatch` of a Learner on several ranks
 
     def of(self,
         event_name:str # Event
@@ -213,9 +217,15 @@ class Events:
     def _call_of(self, cb, event_name, lone, votes):
         if votes: return partial(self._call_and_vote, cb, lone, event_name, self._call_of(cb, event_name, lone, False))
         if lone: return partial(self._call_alone, cb, event_name)
+        counts = event_name=='after_batch' and not self.learn.training
+        if counts and self.batch and _is_users(cb, event_name): return partial(self._call_with_samples, call_of(cb, event_name, False))
         if self.around and event_name=='after_loss': return partial(self.around, cb, event_name)
         new = self.around and self.learn.training and event_name in _forms and not _known(type(cb).__module__) and (cb,event_name) not in self.tried
         return partial(self._try, cb, event_name) if new else call_of(cb, event_name, self.learn.training)
+
+    def _call_with_samples(self, call):
+        "Make `call` unless the batch is padding: all that was in it, another rank counts"
+        if self.batch.part: call()
 
     def _try(self, cb, event_name):
         self.around(cb, event_name)

@@ -63,7 +63,6 @@ class Phases:
         world:World, # This process's world
         split=False, # Whether a batch of the user's loader is split among ranks, instead of one for each
         alone:callable=lambda: False, # Returns whether rank 0 evaluates on its own
-        padded:bool=False, # Whether all ranks make the same steps in an evaluation too, one without samples with a sample that counts for nothing
         seeding=None # The `Seeding` of a job with a seed, in which one process goes over a share too
     ):
         store_attr()
@@ -94,18 +93,19 @@ class Phases:
 
     def share(self,
         dl, # A loader; a list of batches is none, and is returned as it is
-        cls:type # `StepDL` for training, `EvalDL` for evaluation
+        training:bool=True # Whether it is trained on; an evaluation within a pass over the same loader has a share of its own
     ): # During a fit, and for a loader of the Learner, the same object each time
         "Return this rank's share of `dl`"
         if self.alone() and isinstance(dl, StepDL): return dl.dl
         if not isinstance(dl, (DataLoader,TorchLoader)) or self.size==1 and (self.seeding is None or self.alone()): return dl
         if isinstance(dl, DistributedDL): dl = dl.dl
-        res = self.shares.get((id(dl),cls))
-        if res is None: res = cls(dl, self.world.rank, self.size, self.world.device, self.of_rank)
+        key = id(dl),bool(training)
+        res = self.shares.get(key)
+        if res is None: res = StepDL(dl, self.world.rank, self.size, self.world.device, self.of_rank)
         res.seeding,res.by_hand = self.seeding,None if self.shown_in is None or self.size==1 else self._by_hand
         res.follow()
         mine = [o.dl if isinstance(o, DistributedDL) else o for o in self.learn.dls.loaders]
-        if self.fitting: self.shares = {(id(o.dl),type(o)):o for o in (*self.shares.values(),res) if any(o.dl is l for l in mine)}
+        if self.fitting: self.shares = {k:o for k,o in (self.shares|{key:res}).items() if any(o.dl is l for l in mine)}
         return res
 
     @contextmanager
@@ -133,7 +133,7 @@ class Phases:
         if not any(o is ls for o in self.shown_in): self.shown_in.append(ls)
         for i,o in enumerate(ls):
             if id(o) in self.found: continue
-            ls[i] = self.share(o, EvalDL if i else StepDL)
+            ls[i] = self.share(o, training=i==0)
             if ls[i] is not o: self.found[id(ls[i])] = o.dl if isinstance(o, StepDL) else o,ls[i]
 
     def _by_hand(self, share):
@@ -153,15 +153,10 @@ class Phases:
         try: yield
         finally: del self.open[depth:]
 
-    @property
-    def kind(self):
-        "Class of the shares that phases go over now"
-        return StepDL if self.learn.training or self.padded else EvalDL
-
     def start(self)->Phase:
         "Open a phase over this rank's share of `learn.dl`"
         self.show()
-        dl,rec = self.share(self.learn.dl, self.kind),getattr(self.learn, 'recorder', None)
+        dl,rec = self.share(self.learn.dl, self.learn.training),getattr(self.learn, 'recorder', None)
         shared = isinstance(dl, DistributedDL) and self.size>1
         self.open[-1:] = [Phase(dl if shared else None, rec)]
         if shared: dl.in_step = True
@@ -175,7 +170,7 @@ class Phases:
         "Call `f`; a loader that a callback has put into `learn.dl` is replaced by its share before"
         dl,ph = self.learn.dl,self.running
         if ph and dl is not ph.dl and isinstance(dl, (DataLoader,TorchLoader)):
-            ph.dl = self.learn.dl = self.share(dl, self.kind)
+            ph.dl = self.learn.dl = self.share(dl, self.learn.training)
             ph.dl.in_step = True
         if ph and ph.dl is not None and ph.dl.in_step and isinstance(dl, (list,tuple)): ph.dl = None
         f()
@@ -196,7 +191,7 @@ class Phases:
 
     def check_steps(self):
         "Raise `ValueError` if an epoch's training would make no step"
-        share = self.share(self.learn.dls.train, StepDL)
+        share = self.share(self.learn.dls.train)
         if self.size>1 and not isinstance(share, (DataLoader,TorchLoader,list,tuple)): raise TypeError('learn.dls.train must be a DataLoader of '
             f'torch or fastai, got {type(share).__name__}, whose batches ranks cannot share out. HINT: derive it from one of them; an __iter__ of its own is used')
         if isinstance(share, (list,tuple)) or self.size==1 or share.n is None or len(share): return

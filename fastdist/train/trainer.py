@@ -160,7 +160,7 @@ def _make_parts(self:DistributedTrainer, w, plan):
     job,learn = self.job,self.learn
     self._events = Events(learn, w.rank, job.control)
     self._lean,self.step = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__')),LeanStep(learn, alone=False, device=w.device if plan and plan.offload else None)
-    self.phases = Phases(learn, w, self.split, lambda: self._events.alone, padded=plan is not None)
+    self.phases = Phases(learn, w, self.split, lambda: self._events.alone)
     self._events.replaced = self.phases.show
     self.layout = _layout(job, plan, self.sync_bn, self.phases.alone)
     if self.seed is not None:
@@ -168,9 +168,10 @@ def _make_parts(self:DistributedTrainer, w, plan):
         job.help(self.seeding)
         job.hook(self.seeding)
     batch = CurrentBatch(self.phases, Reduction(learn, w))
+    if w.size>1: self._events.batch = batch
     parts = dict(phases=self.phases, batch=batch)
     self.gradients,self.evaluate = GlobalGradients(job.live.sync_each, layout=self.layout, **parts),Evaluate(reduction=batch.reduction, **parts)
-    self.agreement = Agreement(self._events, job, self.phases, self.gradients.passes, self.evaluate)
+    self.agreement = Agreement(self._events, job, self.phases, self.gradients.passes)
     self.held = Held(learn, w.rank, (self._events.skips,_decided), (Samples(learn),_read))
     job.help(self.gradients, self.gradients.passes.numbers.losses, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
     if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.gradients.window))
@@ -234,13 +235,13 @@ def wrap(self:DistributedTrainer):
     self._events.windowed,self._events.planned,self._events.around = bool(self.gradients.window),None,self.gradients.around if self.size>1 else None
     self.lists = override_lists(learn.opt) if self.size>1 and not self.layout.gathers else None # a layout in shards steps lists of rows
     for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, self.job, self.phases)
-    for cb in learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(learn.dls.train, StepDL)))
+    for cb in learn._grab_cbs(LRFinder) if self.size>1 else []: find_in_memory(cb, len(self.phases.share(learn.dls.train)))
     self.gradients.wrap()
     self.compares = self.desync_check and self.size>1
     if self._dropped: self.phases.warn_once('dropped', 'An error ended a step of an earlier fit, and ranks forgot its gradients; one process would add them to those of the first step of this fit. '
         'HINT: learn.opt.zero_grad() after an error does so in one process too')
     self._dropped = False
-    if self.size>1 and not self._said and self.job.world.rank==0: print(_startup(self.job.world, self.phases.share(learn.dls.train, StepDL)))
+    if self.size>1 and not self._said and self.job.world.rank==0: print(_startup(self.job.world, self.phases.share(learn.dls.train)))
     self._said = True
 
 # %% ../../nbs/709_train.trainer.ipynb #2cebf081
@@ -296,7 +297,7 @@ def _on_with_events(self:DistributedTrainer, run, f, event_type, ex, final=noop)
     if self.size==1: return run(f, event_type, ex, final)
     f = self._of_ranks(f, event_type) if event_type=='step' else f
     if event_type in ('train','validate'): f = partial(self.phases.go_over, f, self.learn.dl)
-    f = partial(self.agreement.settled, partial(self.agreement.to_the_end, f) if event_type=='validate' else f)
+    f = partial(self.agreement.settled, f)
     if event_type not in ('fit','validate') or inner: return run(f, event_type, ex, final)
     place = partial(loop_place, self.learn)
     with self.job.together(place, self._events.position), _own_random(self.job, self.seeding), self.evaluate.watching(), self._whole_again(event_type):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import StackDataset,Subset,TensorDataset
 from torch.utils.data._utils import collate
 from fastdist.data.fetch import on_device,rows,samples
-from fastdist.data.loader import EvalDL,StepDL
+from fastdist.data.loader import StepDL
 from fastdist.data.sharding import slices
 import learners
 
@@ -49,7 +49,7 @@ def same(mk, then=noop):
         seed()
         return seen(share(mk()), then)
     alone = run(noop)
-    for cls in (StepDL,EvalDL): test_eq(run(lambda dl: cls(dl, 0, 1)), alone)
+    test_eq(run(lambda dl: StepDL(dl, 0, 1)), alone)
     return alone[0]
 
 def same_on_two(dl):
@@ -59,7 +59,7 @@ def same_on_two(dl):
     def run(batches):
         seed()
         return seen(batches, epochs=1)[0]
-    for r in range(2): test_eq(run(EvalDL(dl, r, 2)), run(batches(slices(dl.n, dl.bs, r, 2, dl.drop_last, False))))
+    for r in range(2): test_eq(run(StepDL(dl, r, 2)), run(batches(slices(dl.n, dl.bs, r, 2, dl.drop_last))))
 
 Point = namedtuple('Point', 'x y')
 leaves = dict(row=lambda i: torch.randn(3), number=lambda i: tensor(i), strided=lambda i: torch.randn(3, 2).t(),
@@ -216,7 +216,7 @@ def test_methods_patched_into_fastai(name, monkeypatch):
         return old(self, *args)
     monkeypatch.setattr(DataLoader, name, f)
     n = len(same(lambda: DataLoader(sets['tensors'], bs=4)))
-    test_eq(len(calls), 3*n*(11/3 if name in ('create_item','do_item','after_item') else 1))
+    test_eq(len(calls), 2*n*(11/3 if name in ('create_item','do_item','after_item') else 1))
 
 def test_collation_patched(monkeypatch):
     monkeypatch.setattr(load, 'fa_collate', lambda b: torch.stack([o[0] for o in b])*2)

@@ -8,6 +8,7 @@ from fastdist.evaluate.merge import *
 from fastdist.evaluate.metrics import *
 from fastdist.parallel.norms import *
 from fastdist.data.sharding import *
+from fastdist.data.deal import *
 
 sizes,bss,counts = integers(1, 9),integers(1, 17),integers(0, 400)
 
@@ -32,10 +33,12 @@ def test_blocks_are_the_order_padded_from_its_start(n, size):
 
 def steps(pos, bs): return [pos[i:i+bs].tolist() for i in range(0, len(pos), bs)]
 
+def unpadded(n, bs, rank, size, drop=False): return slices(n, bs, rank, size, drop)[:Deal(Division(rank, size), n, bs, drop).sizes()[:,rank].sum()]
+
 @given(counts, bss, sizes, booleans())
 def test_slices_of_a_step_are_the_batch_of_one_process(n, bs, size, drop):
     g = bs*size
-    ranks = [steps(slices(n, bs, r, size, drop, pad=False), bs) for r in range(size)]
+    ranks = [steps(unpadded(n, bs, r, size, drop), bs) for r in range(size)]
     want = steps(np.arange(n//g*g if drop else n), g)
     test_eq([sum((o[k] for o in ranks if k<len(o)), []) for k in range(len(want))], want)
     assert max(map(len, ranks), default=0)==len(want)
@@ -43,7 +46,7 @@ def test_slices_of_a_step_are_the_batch_of_one_process(n, bs, size, drop):
 @given(counts, bss, sizes, booleans())
 def test_padding_makes_the_same_steps_and_adds_one_sample_at_most(n, bs, size, drop):
     for r in range(size):
-        mine,padded = [slices(n, bs, r, size, drop, pad=o) for o in (False,True)]
+        mine,padded = [f(n, bs, r, size, drop) for f in (unpadded,slices)]
         test_eq(len(steps(padded, bs)), n//(bs*size) if drop else ceil_div(n, bs*size))
         test_eq(padded[:len(mine)], mine)
         assert len(padded)-len(mine)<=1
@@ -57,7 +60,7 @@ def test_what_is_picked_is_the_same_from_a_list_and_an_array(idxs, draw):
 
 def dealt(n, bs, size):
     "The positions of each rank in each of its batches, and the sizes of these"
-    ranks = [steps(slices(n, bs, r, size, pad=False), bs) for r in range(size)]
+    ranks = [steps(unpadded(n, bs, r, size), bs) for r in range(size)]
     return ranks,[list(map(len, o)) for o in ranks]
 
 @given(counts, bss, sizes)

@@ -9,7 +9,7 @@ from fastai.text.data import LMDataLoader,SortedDL,pad_input
 from fastai.callback.data import PartialDL,WeightedDL
 from fastdist import *
 from fastdist.comm.rng import global_random,set_global_random
-from fastdist.data.loader import EvalDL,StepDL,order_state,set_order_state
+from fastdist.data.loader import StepDL,order_state,set_order_state
 from fastcore.test import test_eq
 
 N = 23
@@ -238,7 +238,7 @@ some = 'fastai partial random_order texts by_length table torch_gen replaced own
 @pytest.mark.parametrize('name', some)
 def test_ranks_go_on(name, drop):
     "Batches of each rank, and all that is computed from them, with blocks and slices"
-    for size,k,cls in ((2,2,StepDL),(3,1,StepDL),(2,1,EvalDL),(3,2,DistributedDL)):
+    for size,k,cls in ((2,2,StepDL),(3,1,StepDL),(2,1,StepDL),(3,2,DistributedDL)):
         if name in in_sequence and cls is DistributedDL: continue
         for r in range(size):
             seed()

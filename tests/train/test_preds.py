@@ -326,6 +326,35 @@ def test_a_hook_sees_each_sample_on_some_rank(size):
     one,many = on_one(*args),on_all(*args)
     for i,o in enumerate(one): test_eq(set.union(*(m[i]['seen'] for m in many)), o['seen'])
 
+class Counted(Callback):
+    "What a user counts and collects in evaluations; the sum over ranks is asked for outside"
+    def before_validate(self): self.n,self.correct,self.seen = 0,0,[]
+    def after_batch(self):
+        if self.training: return
+        self.n += len(self.yb[0])
+        self.correct += int((self.pred>0).sum())
+        self.seen += self.xb[0][:,0].tolist()
+
+class InTurn(torch.utils.data.IterableDataset):
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __iter__(self): return iter(rows(self.n, 3))
+
+def counted(learn, cb):
+    learn.validate(cbs=cb)
+    res = [cb.n,cb.correct,sorted(cb.seen)]
+    learn.validate(dl=TorchLoader(InTurn(5), batch_size=learn.dls.bs), cbs=cb)
+    return [*res,cb.n,cb.correct,sorted(cb.seen)]
+
+@sizes
+def test_what_callbacks_count_adds_up_over_ranks(size):
+    "Also where a batch has fewer samples than ranks, and where all ranks make its step"
+    args = plain,size,dict(counted=lambda o: counted(o, Counted())),runs
+    one,many = on_one(*args),on_all(*args)
+    for i,o in enumerate(one):
+        parts = list(zip(*[m[i]['counted'] for m in many]))
+        test_eq([sorted(itertools.chain(*v)) if k%3==2 else sum(v) for k,v in enumerate(parts)], o['counted'])
+
 @sizes
 def test_hooks_on_a_batch_of_each_rank(size): check(plain, size, dict(outputs=outputs))
 
