@@ -103,7 +103,6 @@ Modules:
 - `fastdist.state.returned`: What ranks have trained, written into the objects of the parent process
 - `fastdist.state.serialize`: Nested values as JSON and named tensors, many scalars as one tensor
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared
-- `fastdist.state.values`: The attributes of an object that are state, and those that only refer to something
 - `fastdist.tools.checks`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.tools.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
 - `fastdist.tools.desync`: A callback that finds the step after which ranks no longer train the same model

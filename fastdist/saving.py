@@ -28,7 +28,7 @@ from .base.overrides import *
 from .launch.group import *
 from .comm.job import *
 from .comm.rank0 import *
-from .state.values import *
+from .state.snapshot import *
 from .state.files import *
 from .parallel.norms import *
 from .parallel.layout import *

@@ -21,7 +21,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..comm.job import *
 from ..comm.collectives import *
-from ..state.values import *
+from ..state.snapshot import *
 from ..parallel.foreach import *
 from .rows import *
 from .model import *

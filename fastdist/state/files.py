@@ -18,7 +18,7 @@ from shutil import copymode
 from uuid import uuid4
 from fastcore.all import *
 from fastai.basics import *
-from .values import *
+from .snapshot import *
 
 # %% ../../nbs/403_state.files.ipynb #d7fe61a7
 def _fill(file, put):

@@ -25,26 +25,19 @@ from ..base.values import *
 from ..launch.pickling import *
 from ..comm.rng import *
 from ..data.loader import *
-from .values import *
 from .snapshot import *
 from .serialize import *
 
 # %% ../../nbs/408_state.progress.ipynb #06f42168
 _not_saved = {'start_epoch','fits_by_path'} # a time of day in the process that is gone; how many fits this process has come to
 
-def _all_values(o): return {k:v for k,v in attributes(o, Kind.value).items() if k not in _not_saved}
-def _packable(vals): return {k:v for k,v in vals.items() if can_pack(v)}
-
 def values(
     o # A Learner, a callback or a metric
 )->dict: # Attribute -> value; those of a metric as `metric.attribute`
     "Return the attributes of `o` that can be written to a file and read without pickle"
-    return _packable(_all_values(o))
+    return {k:v for k,v in attributes(o).items() if k not in _not_saved and can_pack(v)}
 
-# %% ../../nbs/408_state.progress.ipynb #06f42169
-def _module_values(learn):
-    attrs = LearnerState.take(learn, 'attrs')['attrs']
-    return {k:v for k,v in attrs.items() if kind_of(v)>=Kind.value and can_pack(v)}
+def _module_values(learn): return {k:v for k,v in LearnerState.take(learn, 'attrs')['attrs'].items() if can_pack(v)}
 
 # %% ../../nbs/408_state.progress.ipynb #7a5e0002
 def stateful(
@@ -55,28 +48,16 @@ def stateful(
 
 def _own_states(learn):
     "Return name -> state of what has `state_dict`: a value, or the bytes of its pickle; raise `TypeError` where it has none"
-    return {k:_as_file(k, o.state_dict()) for k,o in stateful(learn).items()}
-
-def _as_file(name, state):
-    if can_pack(state): return dict(value=state)
-    try: return dict(pickle=pickle.dumps(state))
-    except Exception as e:
-        hint = 'HINT: return values, such as numbers, text, arrays and tensors'
-        raise TypeError(f'The state_dict of {name} cannot be pickled: {e}. {hint}') from e
-
-# %% ../../nbs/408_state.progress.ipynb #7a5e0004
-def _read_own(name, state, path):
-    "Return the state of `name`; raise `ResumeError` for a pickle in a folder of another user"
-    if 'value' in state: return copied(state['value'])
-    if hasattr(os, 'getuid') and os.stat(path).st_uid!=os.getuid():
-        why = f'a pickled state of {name}, in a folder of another user'
-        raise ResumeError(path, why, 'let its state_dict return numbers, text, arrays and tensors')
-    return pickle.loads(state['pickle'])
+    res = {k:o.state_dict() for k,o in stateful(learn).items()}
+    for k,state in res.items():
+        try: res[k] = dict(value=state) if can_pack(state) else dict(pickle=pickle.dumps(state))
+        except Exception as e: raise TypeError(f'The state_dict of {k} cannot be pickled: {e}. '
+            'HINT: return values, such as numbers, text, arrays and tensors') from e
+    return res
 
 # %% ../../nbs/408_state.progress.ipynb #c2627be1
 def _is_users(o): return made_in(type(o)).partition('.')[0] not in ('fastai','fastcore','fastdist')
 def _in_shards(p): return hasattr(p, '_local_tensor')
-def _order_of(dl): return order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None
 
 # %% ../../nbs/408_state.progress.ipynb #c2627be0
 class FitState:
@@ -86,46 +67,43 @@ class FitState:
         earlier:list, # Of dicts: owner -> its values, and 'modules' -> values of modules
         objects:dict # Owner -> attribute -> what it was, value or not
     ):
-        self.learn,self.owners,self.objects = learn,owners(learn),objects
-        found = {k:changed(_all_values(o), *[e[k] for e in earlier if k in e]) for k,o in self.owners.items()}
-        self.changed = {k:_packable(vs) for k,vs in found.items()} # owner -> attribute -> value
-        self.refused = {k:[a for a in vs if a not in self.changed[k]] for k,vs in found.items()} # owner -> attributes that a file refuses
+        self.learn,self.objects = learn,objects
+        def differing(k, now): return changed(now, *[e[k] for e in earlier if k in e])
+        self.changed = {k:differing(k, values(o)) for k,o in owners(learn).items()} # owner -> attribute -> value
         self.modules = _module_values(learn) # attribute of a module, with its name -> value, such as hidden states
-        self.changed_modules = changed(self.modules, *[e['modules'] for e in earlier])
-
-    def of_users(self)->dict: # Name -> callback
-        "Return the user's callbacks"
-        return {k:o for k,o in self.owners.items() if k!='Learner' and _is_users(o)}
+        self.changed_modules = differing('modules', self.modules)
+        self.of_users = {k:cb for k,cb in owners(learn).items() if k!='Learner' and _is_users(cb)}
 
     def unsaid(self)->dict: # Name of a callback -> two lists of attributes: saved as they are, and lost
         "Return the user's callbacks that have changed, and do not say by `state_dict` and `load_state_dict` what they save"
         res = {}
-        for k,cb in self.of_users().items():
+        for k,cb in self.of_users.items():
             if keeps_own_state(cb): continue
-            new = {a:v for a,v in vars(cb).items() if self.objects.get(k, {}).get(a) is not v}
-            lost = [a for a,v in new.items() if kind_of(v)==Kind.other]+self.refused[k]
+            new = [a for a,v in vars(cb).items() if self.objects.get(k, {}).get(a) is not v]
+            lost = [a for a in new if kind_of(vars(cb)[a])!=Kind.refers and not can_pack(vars(cb)[a])]
             saved = [a for a in self.changed[k] if a!='run'] # that is fastai's
             if saved or lost: res[k] = saved,lost
         return res
 
     def learner(self)->dict: # Part -> name -> value
         "Return what rank 0 saves: the state of the Learner, and what the fit has changed"
-        learn = self.learn
-        state = LearnerState.take(learn, 'model', 'buffers', 'modes', 'grads', 'opt', 'others', 'groups', 'loss', 'scaler', 'frozen')
-        had = [n for n,p in learn.model.named_parameters() if p.grad is not None]
-        return {**state, 'attrs':self.modules, 'changes':self.changed, 'metrics':[values(m) for m in learn.metrics],
-            'own':_own_states(learn), 'orders':[_order_of(dl) for dl in user_loaders(learn.dls)], 'had_grads':had}
+        learn,parts = self.learn,'model buffers modes grads opt others groups loss scaler frozen'.split()
+        orders = [order_state(dl) if isinstance(dl, (DataLoader,TorchLoader)) else None for dl in user_loaders(learn.dls)]
+        had_grads = [n for n,p in learn.model.named_parameters() if p.grad is not None]
+        return dict(LearnerState.take(learn, *parts), attrs=self.modules, changes=self.changed, own=_own_states(learn),
+            metrics=[values(m) for m in learn.metrics], orders=orders, had_grads=had_grads)
 
     def of_rank(self,
         grads:bool=False # Whether there are gradients that no step has used
     )->dict: # Part -> value
         "Return what only this rank has: random states, hidden states of modules, what the user's callbacks have counted, unused gradients"
-        left = {n:p.grad for n,p in self.learn.model.named_parameters() if p.grad is not None and not _in_shards(p)}
-        mine = {k:self.changed[k] for k in self.of_users()}
-        return dict(random=global_random(), attrs=self.changed_modules, changes=mine, left=left if grads else {})
+        params = self.learn.model.named_parameters() if grads else ()
+        left = {n:p.grad for n,p in params if p.grad is not None and not _in_shards(p)}
+        changes = {k:self.changed[k] for k in self.of_users}
+        return dict(random=global_random(), attrs=self.changed_modules, changes=changes, left=left)
 
 # %% ../../nbs/408_state.progress.ipynb #c2627be2
-def _noted(vals):
+def _copies(vals):
     "Return a copy of `vals`; the entries of long lists are those of a recorder, which only grows, and to copy them takes seconds"
     return {k:list(v) if type(v) is list and len(v)>1000 else copied(v) for k,v in vals.items()}
 
@@ -138,13 +116,11 @@ class FitChanges:
         self.learn,self.earlier = learn,[first] if first else []
         self.objects = {k:dict(vars(o)) for k,o in owners(learn).items()}
         self.begin()
-
-    @property
-    def first(self): return self.earlier[0]
+        self.first = self.earlier[0]
 
     def begin(self):
         "Compare with the present values too"
-        now = {k:_noted(_all_values(o)) for k,o in owners(self.learn).items()}
+        now = {k:_copies(values(o)) for k,o in owners(self.learn).items()}
         self.earlier.append(now | dict(modules=copied(_module_values(self.learn))))
 
     def now(self)->FitState:
@@ -156,9 +132,11 @@ def name_unsaid(
     found:dict # From `FitState.unsaid`
 )->str:
     "Return a sentence on each callback of `found`"
-    lost_of = lambda lost: f', and without {", ".join(lost)}, which is no value' if lost else ''
-    said = [f'{k} goes on with {", ".join(kept) or "nothing"} as it is{lost_of(lost)}.' for k,(kept,lost) in found.items()]
-    return ' '.join(said)+' HINT: give it state_dict() and load_state_dict(state) to keep what it needs'
+    said = []
+    for k,(saved,lost) in found.items():
+        without = f', and without {", ".join(lost)}, which is no value' if lost else ''
+        said.append(f'{k} goes on with {", ".join(saved) or "nothing"} as it is{without}. ')
+    return ''.join(said)+'HINT: give it state_dict() and load_state_dict(state) to keep what it needs'
 
 # %% ../../nbs/408_state.progress.ipynb #fb523cc2
 def left_in(
@@ -167,18 +145,20 @@ def left_in(
     whole:bool=True # Whether gradients that ranks in shards had each for itself are averaged
 )->dict: # Name -> gradient
     "Return the gradients that no step has used, which on any number of ranks have the same mean"
-    names = dict.fromkeys(n for o in ranks for n in o['left'])
-    res = {n:sum(o['left'][n] for o in ranks if n in o['left'])/len(ranks) for n in names} | state.get('left', {})
-    alone = state.get('unsynced', {}) if whole else {}
-    return res | {n:res.get(n, 0)+sum(vs)/len(vs) for n,vs in alone.items()}
+    res = {}
+    for o in ranks:
+        for n,g in o['left'].items(): res[n] = res.get(n, 0)+g/len(ranks)
+    res |= state.get('left', {})
+    for n,gs in state.get('unsynced', {}).items() if whole else (): res[n] = res.get(n, 0)+sum(gs)/len(gs)
+    return res
 
 # %% ../../nbs/408_state.progress.ipynb #9dc0fc59
-def _gradient(name, p, state, mine):
-    "Return the gradient that parameter `p` had: what no step has used, zeros, or `None`"
-    own = mine and name in mine['left'] and not _in_shards(p)
-    left = (mine if own else state).get('left', {}).get(name)
-    if left is not None: return left.to(p.device, copy=True)
-    return torch.zeros_like(p) if name in state['had_grads'] else None
+def _read_own(name, state, path):
+    "Return the state of `name`; raise `ResumeError` for a pickle in a folder of another user"
+    if 'value' in state: return copied(state['value'])
+    if hasattr(os, 'getuid') and os.stat(path).st_uid!=os.getuid(): raise ResumeError(path,
+        f'a pickled state of {name}, in a folder of another user', 'let its state_dict return numbers, text, arrays and tensors')
+    return pickle.loads(state['pickle'])
 
 def put_back(
     learn:Learner, # In a process that has run the script up to the fit
@@ -187,15 +167,18 @@ def put_back(
     path # Folder that `state` was read from
 ):
     "Write `state` into `learn` and its callbacks"
-    mine_or = mine or dict(attrs={}, changes={})
-    LearnerState({**state, 'own':{}, 'attrs':state['attrs']|mine_or['attrs']}).put(learn)
-    for k,v in (state['changes'] | mine_or['changes']).items():
-        o = owners(learn).get(k)
-        if o is not None and not keeps_own_state(o): set_attributes(o, v)
+    mine,objects = mine or dict(attrs={}, changes={}, left={}),owners(learn)
+    LearnerState(state, own={}, attrs=state['attrs']|mine['attrs']).put(learn)
+    for k,v in (state['changes'] | mine['changes']).items():
+        if k in objects and not keeps_own_state(objects[k]): set_attributes(objects[k], v)
     for m,v in zip(learn.metrics, state['metrics']): set_attributes(m, v)
     for k,o in stateful(learn).items():
         if k in state['own']: o.load_state_dict(_read_own(k, state['own'][k], path))
-    for n,p in learn.model.named_parameters(): p.grad = _gradient(n, p, state, mine)
+    left = state.get('left', {})
+    for n,p in learn.model.named_parameters():
+        g = left.get(n) if _in_shards(p) else mine['left'].get(n, left.get(n))
+        if g is not None: p.grad = g.to(p.device, copy=True)
+        else: p.grad = torch.zeros_like(p) if n in state['had_grads'] else None
 
 def set_orders(
     learn:Learner, # Made by the same script

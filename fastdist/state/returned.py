@@ -16,16 +16,13 @@ __all__ = ['can_pickle', 'returned_state', 'put_returned', 'CallbackChanges']
 # %% ../../nbs/404_state.returned.ipynb #a316c560
 import cloudpickle,os,tempfile
 from contextlib import suppress
-from functools import reduce
 from hashlib import blake2b
 from itertools import chain
-from operator import getitem
 from types import FunctionType,MethodType
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
 from ..launch.pickling import *
-from .values import *
 from .snapshot import *
 
 # %% ../../nbs/404_state.returned.ipynb #e0ef492d
@@ -36,17 +33,11 @@ def can_pickle(
     with suppress(Exception): return bool(cloudpickle.dumps(o))
     return False
 
-def _uncertain(state):
-    "Return the path of each value of `state` that pickle may refuse, and the value"
-    flat = [((p,k), v) for p in ('at','attrs') for k,v in state.get(p, {}).items()]
-    flat += [(('cbs',k,a), v) for k,vs in state.get('cbs', {}).items() for a,v in vs.items()]
-    return {path:v for path,v in flat if kind_of(v)<Kind.value}
-
-def _leave_out(state):
-    "Remove the values from `state` that cannot be pickled"
-    found = _uncertain(state)
-    if can_pickle(found): return
-    for *path,name in (path for path,v in found.items() if not can_pickle(v)): del reduce(getitem, path, state)[name]
+def _only_picklable(values):
+    "Return `values` without those that cannot be pickled"
+    uncertain = {k:v for k,v in values.items() if kind_of(v)!=Kind.value}
+    if can_pickle(uncertain): return values
+    return {k:v for k,v in values.items() if k not in uncertain or can_pickle(v)}
 
 # %% ../../nbs/404_state.returned.ipynb #405a0002
 def _held(learn):
@@ -54,8 +45,8 @@ def _held(learn):
     mine,res = {id(p) for p in learn.model.parameters()},{}
     for k,v in held_with_state(learn).items():
         whole = isinstance(v, nn.Module) and not any(id(p) in mine for p in v.parameters())
-        sent = first([v]*whole+[v.state_dict()], can_pickle)
-        if sent is not None: res[k] = sent
+        if whole and can_pickle(v): res[k] = v
+        elif can_pickle(v.state_dict()): res[k] = v.state_dict()
     return res
 
 def returned_state(
@@ -63,25 +54,22 @@ def returned_state(
 )->LearnerState: # With a part `held`: what callbacks hold besides
     "Return the state of `o` that the parent process needs"
     res = LearnerState.take(o)
-    _leave_out(res)
+    for part in ('at','attrs'): res[part] = _only_picklable(res.get(part, {}))
+    res['cbs'] = {k:_only_picklable(v) for k,v in res.get('cbs', {}).items()}
     res['held'] = _held(o) if isinstance(o, Learner) else {}
     return res
 
 # %% ../../nbs/404_state.returned.ipynb #405a0006
-def _own_memory(m, device):
-    for t in chain(m.parameters(), m.buffers()): t.data = t.data.clone().to(device)
-    return m
-
-def _same_form(a, b):
-    return a.keys()==b.keys() and all(getattr(a[k], 'shape', None)==getattr(v, 'shape', None) for k,v in b.items())
-
 def _put_held(learn, name, v):
     "Write `v` from `_held` into what `learn` has by that `name`, or make it that"
     mine,state = held_with_state(learn).get(name),v.state_dict() if isinstance(v, nn.Module) else v
-    if mine is not None and _same_form(mine.state_dict(), state): return mine.load_state_dict(state)
-    owner,_,a = name.rpartition('.')
+    shapes = lambda d: {k:getattr(t, 'shape', None) for k,t in d.items()}
+    if mine is not None and shapes(mine.state_dict())==shapes(state): return mine.load_state_dict(state)
+    owner,_,attr = name.rpartition('.')
+    if v is state or owner not in owners(learn): return
     device = first(p.device for p in learn.model.parameters())
-    if v is not state and owner in owners(learn): setattr(owners(learn)[owner], a, _own_memory(v, device))
+    for t in chain(v.parameters(), v.buffers()): t.data = t.data.clone().to(device)
+    setattr(owners(learn)[owner], attr, v)
 
 # %% ../../nbs/404_state.returned.ipynb #4ea5d1e9
 def _write_new(state):
@@ -93,18 +81,16 @@ def _write_new(state):
             write(state, path)
             return path
 
-def _without_buffers(shapes, *names):
-    "Return those of `shapes`, from `form`, that are in one of `names`"
-    return {n:shapes[n] for n in chain(*names)}
+def _shapes(state): return {n:state['form'][n] for n in chain(state['modes'], state['grads'])}
 
 def _misfit(o, state):
     "Return in words why `o` cannot have `state`, '' if it can"
     mine = LearnerState.take(o, 'form', 'modes', 'grads', 'groups')
-    why = form_changes(*(_without_buffers(s['form'], s['modes'], s['grads']) for s in (mine,state)))
-    here,names = ([len(ps) for ps in s['groups']['names'] or []] for s in (mine,state))
-    unnamed = None in chain(*(state['groups']['names'] or []))
-    if why or not (unnamed and here and here!=names): return why
-    return 'the optimizer steps parameters that are not the model\'s, and other ones than here'
+    why = form_changes(_shapes(mine), _shapes(state))
+    here,there = [s['groups']['names'] or [] for s in (mine,state)]
+    fits = not here or [*map(len, here)]==[*map(len, there)]
+    if why or fits or None not in chain(*there): return why
+    return "the optimizer steps parameters that are not the model's, and other ones than here"
 
 # %% ../../nbs/404_state.returned.ipynb #4ea5d1ea
 def put_returned(
@@ -112,8 +98,10 @@ def put_returned(
 ):
     "Write states into objects; raise `HomeError` and write nothing unless all fit"
     for o,state in pairs:
+        why = _misfit(o, state)
+        if not why: continue
         others = [dict(s) for _,s in pairs if s is not state]
-        if why := _misfit(o, state): raise HomeError(why, _write_new(dict(state) | (dict(others=others) if others else {})))
+        raise HomeError(why, _write_new(dict(state, others=others) if others else dict(state)))
     for o,state in pairs:
         LearnerState(state).put(o)
         for k,v in state['held'].items(): _put_held(o, k, v)
@@ -121,18 +109,14 @@ def put_returned(
 # %% ../../nbs/404_state.returned.ipynb #118cc68c
 def _is_part(o): return not isinstance(o, (type,FunctionType,MethodType)) and kind_of(o)==Kind.refers
 
-def _may_go(cb, v):
-    "Return whether `v` is a value, or an object of a callback of the user's that holds nothing of the Learner"
-    kind = kind_of(v)
-    if kind>=Kind.value: return True
-    return kind==Kind.other and not of_library(type(cb).__module__) and not found(v, _is_part)
-
 def _digests(cb):
-    "Return attribute -> hash of its pickle, for what `cb` keeps"
+    "Return attribute -> hash of its pickle, for values of `cb`, and objects of a user's callback that hold no part of a Learner"
     res = {}
     for k,v in vars(cb).items():
+        kind = kind_of(v)
+        if k in passing or kind==Kind.refers or kind==Kind.other and of_library(type(cb).__module__): continue
         with suppress(Exception):
-            if k not in passing and _may_go(cb, v): res[k] = blake2b(dumps(v)).digest()
+            if kind==Kind.value or not found(v, _is_part): res[k] = blake2b(dumps(v)).digest()
     return res
 
 # %% ../../nbs/404_state.returned.ipynb #d7326a05

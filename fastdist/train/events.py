@@ -32,7 +32,6 @@ from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.probe import *
 from ..evaluate.recorder import *
-from ..state.values import *
 from ..state.snapshot import *
 from ..parallel.proxy import *
 
