@@ -21,32 +21,16 @@ from math import isfinite
 from collections import Counter,OrderedDict,defaultdict
 from functools import lru_cache
 from io import BytesIO
-from operator import attrgetter
 from pathlib import PosixPath
 from safetensors.torch import save
 from fastcore.all import *
 from fastai.basics import *
 
 # %% ../../nbs/405_state.serialize.ipynb #e36f0285
-@lru_cache
-def _is_storable(dtype):
-    "Return whether safetensors knows `dtype`"
-    try: return bool(save(dict(t=torch.empty(0, dtype=dtype))))
-    except KeyError: return False
-
-class _New:
-    "A tensor in the memory of this process that was made by packing, so it needs no copy"
-    def __init__(self, t): self.t = t
-
-# %% ../../nbs/405_state.serialize.ipynb #19a28045
-def _of_bytes(b):
-    return _New(torch.frombuffer(bytearray(b), dtype=torch.uint8) if b else torch.empty(0, dtype=torch.uint8))
-
+def _of_bytes(b): return torch.frombuffer(bytearray(b), dtype=torch.uint8) if b else torch.empty(0, dtype=torch.uint8)
 def _to_bytes(t): return t.numpy().tobytes()
 
-# %% ../../nbs/405_state.serialize.ipynb #1a786979
-_dtypes = {str(o).removeprefix('torch.'):o for o in vars(torch).values() if isinstance(o, torch.dtype)}
-
+# %% ../../nbs/405_state.serialize.ipynb #9ce0c3cf
 def _of_array(a):
     f = BytesIO()
     np.save(f, a, allow_pickle=False)
@@ -54,26 +38,32 @@ def _of_array(a):
 
 def _to_array(b): return np.load(BytesIO(b), allow_pickle=False)
 
-# %% ../../nbs/405_state.serialize.ipynb #1a78697a
+# %% ../../nbs/405_state.serialize.ipynb #4b540a8b
 def _of_odd(t):
     f = BytesIO()
     torch.save(t, f)
-    return _of_bytes(f.getvalue())
+    return f.getvalue()
 
-def _to_odd(t): return torch.load(BytesIO(_to_bytes(t)), weights_only=True)
+def _to_odd(b): return torch.load(BytesIO(b), weights_only=True)
 
-# %% ../../nbs/405_state.serialize.ipynb #9fe94093
-def _plain_tensor(t): return (t if type(t) is Tensor else torch.as_subclass(t, Tensor)).detach() # as_subclass fails for sparse ones
-def _classes(c=TensorBase): return {_name_of(c):c} | merge(*map(_classes, c.__subclasses__()))
-def _name_of(cls): return f'{cls.__module__}.{cls.__qualname__}'
+# %% ../../nbs/405_state.serialize.ipynb #a1d47dbb
+@lru_cache
+def _is_storable(dtype):
+    "Return whether safetensors knows `dtype`"
+    try: return bool(save(dict(t=torch.empty(0, dtype=dtype))))
+    except KeyError: return False
 
 # %% ../../nbs/405_state.serialize.ipynb #961d2f87
+def _plain_tensor(t): return (t if type(t) is Tensor else torch.as_subclass(t, Tensor)).detach() # as_subclass fails for sparse ones
+def _name_of(cls): return f'{cls.__module__}.{cls.__qualname__}'
+def _classes(c=TensorBase): return {_name_of(c):c} | merge(*map(_classes, c.__subclasses__()))
+
+# %% ../../nbs/405_state.serialize.ipynb #06fe3d20
+def _of_fastai(t): return _name_of(type(t)),_plain_tensor(t)
 def _to_fastai(o): return torch.as_subclass(o[1], _classes().get(o[0], TensorBase))
+def _to_fastais(o): return [_to_fastai((o[0],t)) for t in o[1].unbind()]
 
-def _to_fastais(o):
-    cls = _classes().get(o[0], TensorBase)
-    return [torch.as_subclass(t, cls) for t in o[1].unbind()]
-
+# %% ../../nbs/405_state.serialize.ipynb #e03eecde
 def _to_strides(o): return torch.empty_strided(o[2], o[1], dtype=o[0].dtype).copy_(o[0])
 
 # %% ../../nbs/405_state.serialize.ipynb #5e0f11ab
@@ -81,53 +71,52 @@ class Stored(str): "Name of a tensor in another file, where it stands for the te
 
 _factories = {f.__name__:f for f in (list,dict,set,int,float,str,bool)} | {'':None}
 
-def _of_default(d):
-    if d.default_factory not in _factories.values(): raise TypeError(f'a default factory {d.default_factory}')
-    return [getattr(d.default_factory, '__name__', ''),dict(d)]
+def _of_default(d): return getattr(d.default_factory, '__name__', ''),dict(d)
+def _to_default(o): return defaultdict(_factories[o[0]], o[1])
 
+# %% ../../nbs/405_state.serialize.ipynb #b1ef7ccb
 def _to_ordered(o):
     res = OrderedDict(o[0])
     vars(res).update(o[1])
     return res
 
 # %% ../../nbs/405_state.serialize.ipynb #88d7984c
+_dtypes = {str(o).removeprefix('torch.'):o for o in vars(torch).values() if isinstance(o, torch.dtype)}
 _table = dict(
     tuple=(tuple, list, tuple), L=(L, list, L), set=(set, list, set), frozenset=(frozenset, list, frozenset),
     path=(PosixPath, str, Path), size=(torch.Size, list, torch.Size), device=(torch.device, str, torch.device),
     dtype=(torch.dtype, lambda d: str(d).removeprefix('torch.'), _dtypes.__getitem__),
-    int=(int, hex, lambda s: int(s, 16)), float=(float, repr, float),
-    complex=(complex, lambda z: [z.real,z.imag], lambda o: complex(*o)),
-    bytes=(bytes, _of_bytes, _to_bytes), bytearray=(bytearray, _of_bytes, lambda t: bytearray(_to_bytes(t))),
+    int=(int, hex, lambda s: int(s, 16)), float=(float, repr, float), complex=(complex, lambda z: (z.real,z.imag), lambda o: complex(*o)),
+    bytes=(bytes, _of_bytes, _to_bytes), bytearray=(bytearray, bytes, bytearray),
     array=(np.ndarray, _of_array, _to_array), scalar=(np.generic, _of_array, lambda b: _to_array(b)[()]),
-    fastai=(TensorBase, lambda t: [_name_of(type(t)),_plain_tensor(t)], _to_fastai),
-    param=(nn.Parameter, lambda p: [_plain_tensor(p),p.requires_grad], lambda o: nn.Parameter(*o)),
-    dict=(dict, lambda d: [list(d),list(d.values())], lambda o: dict(zip(*o))), counter=(Counter, dict, Counter),
-    ordered=(OrderedDict, lambda o: [dict(o),vars(o)], _to_ordered),
-    default=(defaultdict, _of_default, lambda o: defaultdict(_factories[o[0]], o[1])),
+    fastai=(TensorBase, _of_fastai, _to_fastai),
+    param=(nn.Parameter, lambda p: (_plain_tensor(p),p.requires_grad), lambda o: nn.Parameter(*o)),
+    dict=(dict, lambda d: (list(d),list(d.values())), lambda o: dict(zip(*o))), counter=(Counter, dict, Counter),
+    ordered=(OrderedDict, lambda o: (dict(o),vars(o)), _to_ordered), default=(defaultdict, _of_default, _to_default),
     floats=(None, None, Tensor.tolist), ints=(None, None, Tensor.tolist), scalars=(None, None, list),
     tensors=(None, None, lambda t: list(t.unbind())), fastais=(None, None, _to_fastais),
     runs=(None, None, lambda o: [*itertools.chain(*o)]), strides=(None, None, _to_strides), torch=(None, None, _to_odd))
-_types = {cls:name for name,(cls,*_) in _table.items() if cls}
-_bases = dict(scalar=np.generic, fastai=TensorBase, array=np.memmap) # of types that are in the table by their base
-_one_place = 'fastai','fastais','param','strides','ordered','default' # whose contents have the name of the value
+_names = {cls:name for name,(cls,*_) in _table.items() if cls}
+_bases = {np.generic:'scalar', TensorBase:'fastai', np.memmap:'array'} # types that are in the table by their base
 
 # %% ../../nbs/405_state.serialize.ipynb #285d951e
 _native = {bool,int,float,complex,str,type(None),torch.Size,torch.dtype,torch.device,Tensor,Stored}
 
-def _known(v):
-    if isinstance(v, (np.ndarray,np.generic)) and v.dtype.hasobject: return False
-    if type(v) is defaultdict: return v.default_factory in _factories.values()
-    return type(v) in _native or type(v) in _types or type(v) is list or isinstance(v, tuple(_bases.values()))
+def _row_of(v):
+    "Return the name of the table's row for `v`, `None` where there is none"
+    if isinstance(v, (np.ndarray,np.generic)) and v.dtype.hasobject: return
+    if type(v) is defaultdict and v.default_factory not in _factories.values(): return
+    return _names.get(type(v)) or first(name for base,name in _bases.items() if isinstance(v, base))
 
-def _is_leaf(cls): return cls in _native or issubclass(cls, (TensorBase,np.number))
+def _all_leaves(vs): return all(cls in _native or issubclass(cls, (TensorBase,np.number)) for cls in {*map(type, vs)})
 
 # %% ../../nbs/405_state.serialize.ipynb #285d951f
 def _contents(v, name):
     "Return pairs of a name and a value for what the container `v` holds, but for what is known by its type"
     if isinstance(v, dict):
-        values = [(f'{name}.{k}'.lstrip('.'), o) for k,o in v.items() if type(o) not in _native]
-        return values+[(f'{name} key {k!r}', k) for k in v if type(k) not in _native]
-    if not isinstance(v, (list,tuple,L,set,frozenset)) or all(map(_is_leaf, {*map(type, v)})): return []
+        pairs = [(f'{name}.{k}'.lstrip('.'), o) for k,o in v.items()]+[(f'{name} key {k!r}', k) for k in v]
+        return [(k,o) for k,o in pairs if type(o) not in _native]
+    if not isinstance(v, (list,tuple,L,set,frozenset)) or _all_leaves(v): return []
     return [(f'{name}[{i}]', o) for i,o in enumerate(v)]
 
 # %% ../../nbs/405_state.serialize.ipynb #671b70b4
@@ -142,7 +131,7 @@ def check_plain(
     "Raise `TypeError`, which names the place, unless `v` can be packed"
     if type(v) in _native: return
     if id(v) in seen: raise TypeError(f'{name} is a container that holds itself, and {_hint}')
-    if not _known(v): raise TypeError(f'{name or "the value"} is of type {_name_of(type(v))}, and {_hint}')
+    if type(v) is not list and not _row_of(v): raise TypeError(f'{name or "the value"} is of type {_name_of(type(v))}, and {_hint}')
     for k,o in _contents(v, name): check_plain(o, k, (*seen,id(v)))
 
 # %% ../../nbs/405_state.serialize.ipynb #e163a887
@@ -155,35 +144,26 @@ def can_pack(
 
 # %% ../../nbs/405_state.serialize.ipynb #0b38e4dc
 def _stacked(vs):
-    "Return the name and the content of the scalars `vs` as one tensor or array, `None` unless they are of one type"
+    "Return row and content for the scalars `vs` of one type as one tensor or array, `None` where they do not fit"
     cls = type(vs[0])
-    if len(vs)<2 or {*map(type, vs)}!={cls}: return None
-    if cls in (float,int) and len(vs)<64: return None # read more easily as they are
-    if cls is float: return 'floats',_New(torch.tensor(vs, dtype=torch.float64))
-    if cls is int: return ('ints',_New(torch.tensor(vs))) if -2**63<=min(vs) and max(vs)<2**63 else None
+    if cls is float: return ('floats',torch.tensor(vs, dtype=torch.float64)) if len(vs)>=64 else None
+    if cls is int: return ('ints',torch.tensor(vs)) if len(vs)>=64 and -2**63<=min(vs) and max(vs)<2**63 else None
     if issubclass(cls, (np.number,np.bool_)): return 'scalars',np.array(vs)
-    if cls is not Tensor and not issubclass(cls, TensorBase): return None
-    t = _stack(vs)
-    if t is not None: return ('tensors',_New(t)) if cls is Tensor else ('fastais',[_name_of(cls),_New(t)])
+    if not issubclass(cls, Tensor) or any(t.ndim for t in vs) or not _is_storable(vs[0].dtype): return
+    try: t = _plain_tensor(torch.stack(vs))
+    except RuntimeError: return # on several devices
+    return ('tensors',t) if cls is Tensor else ('fastais',(_name_of(cls),t))
 
 @torch.no_grad()
-def _stack(vs):
-    "Return the scalar tensors `vs` as one plain tensor, `None` if they have dimensions, or differ in type or device"
+def _packed_list(vs):
+    "Return row and content for the list `vs` if it is of scalars of one type, or of long runs of them; else `None`"
+    if len(vs)<2 or not _all_leaves(vs): return
     with torch._C.DisableTorchFunctionSubclass(): # which takes 20 times as long for fastai's classes
-        if vs[0].ndim or len({*map(attrgetter('dtype'), vs)})>1 or not _is_storable(vs[0].dtype): return None
-        try: return _plain_tensor(torch.stack(vs)).cpu()
-        except RuntimeError: return None
-
-def _in_runs(vs):
-    "Return a name and the runs of one type in the scalars `vs`, `None` unless these are long"
-    if len(vs)<64 or not all(map(_is_leaf, {*map(type, vs)})): return None
-    with torch._C.DisableTorchFunctionSubclass():
-        res = [list(g) for _,g in itertools.groupby(vs, lambda o: (type(o),getattr(o, 'dtype', None)))]
-    return ('runs',res) if 1<len(res)<len(vs)/8 else None
+        runs = [list(g) for _,g in itertools.groupby(vs, lambda o: (type(o),getattr(o, 'dtype', None)))]
+        if len(runs)==1: return _stacked(vs)
+    return ('runs',runs) if len(vs)>=64 and len(runs)<len(vs)/8 else None
 
 # %% ../../nbs/405_state.serialize.ipynb #8dbf4936
-def _plain_keys(d): return {*map(type, d)}<={str} and '$' not in ''.join(d)
-
 class _Packer:
     "Makes of a value what JSON can write, and of its tensors copies on the CPU, with the names of their places"
     def __init__(self): self.tensors,self.known = {},{} # name -> copy; where a tensor lies -> what stands for it, and the tensor
@@ -192,42 +172,34 @@ class _Packer:
         "Return what stands for `v`, whose place is `path`"
         cls = type(v)
         if cls in (bool,str,type(None)): return v
-        if cls is int: return v if v.bit_length()<=1000 else self.row(v, path) # more digits than Python reads
-        if cls is float: return v if isfinite(v) else self.row(v, path)
+        if cls is int and v.bit_length()<=1000: return v # more digits than Python reads otherwise
+        if cls is float and isfinite(v): return v
         if cls is Stored: return {'$tensor':str(v)}
         if cls is Tensor: return self.tensor(v, path)
-        if cls is _New: return self.add(v.t, path)
-        if cls is dict and _plain_keys(v): return {k:self.pack(o, f'{path}.{k}'.lstrip('.')) for k,o in v.items()}
-        if cls is not list: return self.row(v, path)
-        one = v and (_stacked(v) or _in_runs(v))
-        return self.content(*one, path) if one else self.items(v, path)
-
-    def items(self, v, path): return [self.pack(o, f'{path}.{i}'.lstrip('.')) for i,o in enumerate(v)]
-
-    def row(self, v, path):
-        "Return what stands for `v`, which a row of the table takes apart"
-        name = _types.get(type(v)) or first(n for n,c in _bases.items() if isinstance(v, c))
-        if not name: raise TypeError(f'no name for {type(v)}')
+        if cls is dict and {*map(type, v)}<={str} and '$' not in ''.join(v):
+            return {k:self.pack(o, f'{path}.{k}'.lstrip('.')) for k,o in v.items()}
+        if cls is list:
+            row = _packed_list(v)
+            return self.content(*row, path) if row else self.items(v, path)
+        name = _row_of(v)
+        if not name: raise TypeError(f'no row for {cls}')
         return self.content(name, _table[name][1](v), path)
 
+    def items(self, vs, path): return [self.pack(o, f'{path}.{i}'.lstrip('.')) for i,o in enumerate(vs)]
+
     def content(self, name, v, path):
-        "Return what stands for a value of the row `name` with the content `v`"
-        if name in _one_place: return {f'${name}':[self.pack(o, path) for o in v]}
-        if name!='dict': return {f'${name}':self.pack(v, path)}
-        keys,values = v
-        places = [f'{path}.{k if type(k) in (str,int) else i}'.lstrip('.') for i,k in enumerate(keys)]
-        return {'$dict':[self.pack(keys, f'{path} keys'),[*map(self.pack, values, places)]]}
+        "Return what stands for a value of the row `name`: items of a list have places of their own, parts of a tuple have not"
+        return {f'${name}':[self.pack(o, path) for o in v] if type(v) is tuple else self.pack(v, path)}
 
     def tensor(self, v, path):
-        "Return what stands for the tensor `v`, which is packed once where several places have it"
-        t = _plain_tensor(v)
-        storable = t.layout==torch.strided and not t.is_quantized and _is_storable(t.dtype)
-        if not storable: return self.content('torch', _of_odd(t.cpu()), path)
+        "Return what stands for the tensor `v`"
+        t = v.detach()
+        if t.layout!=torch.strided or t.is_quantized or not _is_storable(t.dtype): return self.content('torch', _of_odd(t.cpu()), path)
         at = t.data_ptr(),t.dtype,t.shape,t.stride(),t.is_conj(),t.is_neg()
         if at in self.known: return self.known[at][0]
         copy = t.to('cpu', copy=True)
         if copy.is_contiguous(): res = self.add(copy, path)
-        else: res = self.content('strides', [_New(copy.contiguous()),list(copy.stride()),list(copy.shape)], path)
+        else: res = {'$strides':[self.add(copy.contiguous(), path),list(copy.stride()),list(copy.shape)]}
         if t.numel(): self.known[at] = res,t
         return res
 
