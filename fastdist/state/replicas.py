@@ -1,4 +1,4 @@
-r"""Comparing what ranks hold, bit by bit
+r"""Comparing what ranks hold, bit by bit: models, and what callbacks and modules hold beside
 
 Data parallel training rests on an invariant that nothing enforces: ranks begin with the same model, add the same gradients to it, and so have the same model ever after. A
 callback that runs on one rank, a weight that is written outside of the optimizer, a kernel that rounds differently on another GPU, and the models part. Nothing fails then.
@@ -19,17 +19,22 @@ all tensors make one number of 8 bytes, and that is what ranks exchange while th
 
 # %% auto #0
 __all__ = ['fingerprint', 'learner_buffers', 'learner_state', 'fingerprints', 'all_alike', 'differing', 'how_apart',
-           'compare_replicas', 'share_buffers']
+           'compare_replicas', 'share_buffers', 'whole_values', 'LastBatch', 'held_values', 'further_state', 'Held']
 
 # %% ../../nbs/402_state.replicas.ipynb #4253420f
-import math,torch
-from collections import Counter
+import inspect,math,torch,weakref,numpy as np
+from collections import Counter,deque
 from functools import lru_cache
-from numbers import Number
+from itertools import chain
+from numbers import Integral,Number
+from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
 from ..base.values import *
+from ..launch.pickling import *
+from ..launch.callbacks import *
+from ..comm.collective_log import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from .snapshot import *
@@ -69,35 +74,33 @@ def learner_buffers(
     return own | {f'loss_func.{n}':b for n,b in loss.named_buffers() if not any(b is o for o in own.values())}
 
 # %% ../../nbs/402_state.replicas.ipynb #663dbda2
-def _named_params(learn):
-    "Return the parameters of the model, and those that only the optimizer has"
-    res = {p:n for n,p in learn.model.named_parameters()}
-    for i,p in enumerate(L(learn.opt.param_lists).concat()): res.setdefault(p, f'parameter {i} of the optimizer')
-    return {n:p for p,n in res.items()}
-
 def learner_state(
     learn:Learner # With an optimizer
 )->dict: # Name -> tensor or plain value
     "Return the values that must be the same on all ranks after each step: causes of a difference first, then its effects"
-    params,state = _named_params(learn),getattr(learn.opt, 'opt', learn.opt).state
-    hypers = [(f'{k} of parameter group {i}', v) for i,h in enumerate(learn.opt.hypers) for k,v in h.items()]
-    stats = [(f'optimizer state of {n}: {k}', v) for n,p in params.items() for k,v in state.get(p, {}).items()]
-    return dict(leaf for o in [*hypers, *stats, *params.items(), *learner_buffers(learn).items()] for leaf in leaves(*o))
+    params = {p:n for n,p in learn.model.named_parameters()}
+    for i,p in enumerate(L(learn.opt.param_lists).concat()): params.setdefault(p, f'parameter {i} of the optimizer')
+    state,res = getattr(learn.opt, 'opt', learn.opt).state,{}
+    for i,hypers in enumerate(learn.opt.hypers): res |= {f'{k} of parameter group {i}':v for k,v in hypers.items()}
+    for p,n in params.items(): res |= {f'optimizer state of {n}: {k}':v for k,v in state.get(p, {}).items()}
+    res |= {n:p for p,n in params.items()} | learner_buffers(learn)
+    return dict(leaves('', res))
 
 # %% ../../nbs/402_state.replicas.ipynb #a9a5cdd4
-def _comparable(v):
-    if isinstance(v, torch.Tensor): return v.layout==torch.strided and not hasattr(v, '_local_tensor') # of a DTensor each rank has its own rows
-    return isinstance(v, (Number,str,type(None)))
-
 def fingerprints(
     state:dict # Name -> tensor or plain value; what is neither, sparse tensors and tensors in shards are left out
 )->dict: # Name -> `(dtype, shape, fingerprint)` of a tensor, or the value as text
     "Return a fingerprint of each of `state`, for ranks to compare"
-    state = {n:v for n,v in state.items() if _comparable(v)}
-    tensors,found = [n for n,v in state.items() if isinstance(v, torch.Tensor)],{}
-    for ns in groupby(tensors, lambda n: state[n].device).values():
-        found |= dict(zip(ns, torch.stack([fingerprint(state[n]) for n in ns]).tolist()))
-    return {n:(str(v.dtype), tuple(v.shape), found[n]) if n in found else repr(v) for n,v in state.items()}
+    res,by_device = {},{}
+    for n,v in state.items():
+        if isinstance(v, (Number,str,type(None))): res[n] = repr(v)
+        if not isinstance(v, Tensor) or v.layout!=torch.strided or hasattr(v, '_local_tensor'): continue # a rank's own rows
+        res[n] = str(v.dtype),tuple(v.shape)
+        by_device.setdefault(v.device, []).append(n)
+    for names in by_device.values():
+        hashes = torch.stack([fingerprint(state[n]) for n in names]).tolist()
+        for n,h in zip(names, hashes): res[n] = *res[n],h
+    return res
 
 # %% ../../nbs/402_state.replicas.ipynb #406001e4
 def all_alike(
@@ -112,19 +115,23 @@ def differing(
 )->dict: # Name -> `(a rank that has it as most do, the ranks that do not)`
     "Return the names whose values differ between `tables`; the most frequent value counts as right, of two as frequent that of the lower rank"
     res = {}
-    for n in dict.fromkeys(n for t in tables for n in t):
+    for n in dict.fromkeys(chain(*tables)):
         vals = [t.get(n) for t in tables]
         most = Counter(vals).most_common(1)[0][0]
-        if any(v!=most for v in vals): res[n] = vals.index(most),[r for r,v in enumerate(vals) if v!=most]
+        others = [r for r,v in enumerate(vals) if v!=most]
+        if others: res[n] = vals.index(most),others
     return res
 
 # %% ../../nbs/402_state.replicas.ipynb #30dde9af
 def _apart(a, b):
     "Return how many elements of `a` have other bits than those of `b`, and by how much they differ at most"
     wide = torch.complex128 if a.is_complex() else torch.float64
-    return (_words(a)!=_words(b)).view(a.numel(), -1).any(1).sum().item(),(a.to(wide)-b.to(wide)).abs().max().item()
+    n = (_words(a)!=_words(b)).view(a.numel(), -1).any(1).sum().item()
+    return n,(a.to(wide)-b.to(wide)).abs().max().item()
 
-def _show(v): return 'nothing' if v is None else v if isinstance(v, str) else f'{v[0]} {v[1]}'
+def _show(v):
+    if v is None: return 'nothing'
+    return v if isinstance(v, str) else f'{v[0]} {v[1]}'
 
 def how_apart(
     name:str, # In each of `tables`
@@ -132,26 +139,31 @@ def how_apart(
     tables:list, # From `fingerprints`, of all ranks
     ref:int, # A rank
     ranks:list # Those that differ from it
-)->str: # Begins with a comma
+)->str: # Which ranks, and how
     "Return in words how `ranks` differ from rank `ref` in `name`; all ranks take part"
-    vals = [t.get(name) for t in tables]
-    if not all(isinstance(v, tuple) and v[:2]==vals[0][:2] for v in vals): return f', with {_show(vals[ranks[0]])} instead of {_show(vals[ref])}'
+    vals,who = [t.get(name) for t in tables],f'{numbered(ranks)} from rank {ref}'
+    if not all(isinstance(v, tuple) and v[:2]==vals[0][:2] for v in vals):
+        return f'{who}, with {_show(vals[ranks[0]])} instead of {_show(vals[ref])}'
     n = math.prod(vals[0][1])
-    if n>2**20: return ''
+    if n>2**20: return who
     mine = mine.detach().cpu()
-    count,most = torch.tensor(gather_objs(_apart(mine, broadcast_obj(mine, ref))), dtype=torch.float64).amax(0).tolist()
-    return f', in {count:.0f} of {n} elements by up to {most:.3g}'
+    found = gather_objs(_apart(mine, broadcast_obj(mine, ref)))
+    count,most = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
+    return f'{who}, in {count:.0f} of {n} elements by up to {most:.3g}'
 
 # %% ../../nbs/402_state.replicas.ipynb #4c76b293
-def _message(when, found, how, more):
-    "Return a message about the names in `found`; `how` describes the first of them"
-    (name,(ref,ranks)),*others = found.items()
-    who = f'rank{"s" if len(ranks)>1 else ""} {", ".join(map(str, ranks))}'
-    names = ', '.join(n for n,_ in others[:3])+(f' and {len(others)-3} more' if len(others)>3 else '')
-    also = f' They differ as well in {names}.' if others else ''
-    hint = ('look for a callback that sets it from what is of one rank: learn.loss is, until the backward pass. In after_backward it is that of all ranks'
-        if ' of parameter group ' in name else 'look for a parameter that one rank changes outside of the optimizer, a callback that runs on rank 0 alone, or kernels and hardware that do not compute alike')
-    return f'ranks differ in {name} {when}: {who} from rank {ref}{how}.{also} HINT: {hint}.{more}'
+_by_loss = ('look for a callback that sets it from what is of one rank: learn.loss is, until the backward pass. '
+    'In after_backward it is that of all ranks')
+_by_weights = ('look for a parameter that one rank changes outside of the optimizer, a callback that runs on rank 0 alone, '
+    'or kernels and hardware that do not compute alike')
+
+def _message(when, names, how, more):
+    "Return a message about the `names` that differ; `how` describes the first of them"
+    name,*others = names
+    also = f' They differ as well in {", ".join(others[:3])}' if others else ''
+    if len(others)>3: also += f' and {len(others)-3} more'
+    hint = _by_loss if ' of parameter group ' in name else _by_weights
+    return f'ranks differ in {name} {when}: {how}.{also}{"." if also else ""} HINT: {hint}.{more}'
 
 # %% ../../nbs/402_state.replicas.ipynb #1c91720a
 def compare_replicas(
@@ -165,7 +177,8 @@ def compare_replicas(
     table,beside = fingerprints(state) if table is None else table,beside or {}
     if all_alike(table|{f'beside {n}':v for n,v in beside.items()}): return []
     tables,besides = map(list, zip(*gather_objs((table, beside))))
-    if not (found := differing(tables)): return besides
+    found = differing(tables)
+    if not found: return besides
     name,(ref,ranks) = first(found.items())
     raise everywhere(DesyncError(_message(when, found, how_apart(name, state.get(name), tables, ref, ranks), more)))
 
@@ -174,8 +187,172 @@ def share_buffers(
     bufs:dict # Name -> buffer, changed in place
 )->list: # Names of those that ranks had different
     "Copy rank 0's values of those of `bufs` that differ to all ranks; one collective of 16 bytes where none does"
-    if not bufs or all_alike(table := fingerprints(bufs)): return []
+    table = fingerprints(bufs)
+    if not bufs or all_alike(table): return []
     names = list(differing(gather_objs(table)))
     with torch.no_grad():
         for n,v in zip(names, broadcast_obj([bufs[n].detach().cpu() for n in names])): bufs[n].copy_(v)
     return names
+
+# %% ../../nbs/402_state.replicas.ipynb #d66722e4
+_many = 4096 # more items in one attribute are data
+
+def whole_values(
+    name:str, # What the names begin with
+    v # Value of an attribute
+)->dict: # Name -> whole number or tensor
+    "Return the whole numbers and tensors in `v` and in its containers, and the length of `v` if it is one"
+    if isinstance(v, (set,frozenset)): v = sorted(v, key=repr)
+    if isinstance(v, deque): v = list(v)
+    items,res = [(name,v)],{}
+    if isinstance(v, (list,tuple,L,dict)):
+        res[f'{name} (length)'] = len(v)
+        items = leaves(name, v) if len(v)<=_many else []
+    for n,o in items if len(items)<=_many else ():
+        if isinstance(o, (Integral,np.bool_)): res[n] = int(o)
+        if isinstance(o, np.ndarray) and o.dtype.kind in 'biufc': o = torch.from_numpy(np.ascontiguousarray(o))
+        if isinstance(o, Tensor) and o.layout==torch.strided and not hasattr(o, '_local_tensor'): res[n] = o
+    return res
+
+# %% ../../nbs/402_state.replicas.ipynb #9db7b53c
+class LastBatch:
+    "Tells a tensor of the last batch from one that is carried along"
+    def __init__(self): self.early,self.sizes = {},set()
+
+    def begin(self,
+        values # What is there before the first batch
+    ):
+        "Record which tensors are there before the first batch"
+        self.early = {id(v):weakref.ref(v) for v in values if isinstance(v, Tensor)}
+
+    def see(self,
+        learn:Learner # That has just seen a batch
+    ):
+        "Record the numbers of rows in the batch"
+        for _,t in leaves('', [vars(learn).get(k) for k in ('xb','yb','pred')]):
+            if not isinstance(t, Tensor) or not t.ndim: continue
+            self.sizes |= {t.shape[0], t.shape[:-1].numel()}
+            if not t.is_floating_point(): self.sizes.add(t.numel())
+
+    def has(self,
+        t # A tensor, or anything else
+    )->bool:
+        "Return whether `t` belongs to the graph of the last batch, or has its rows"
+        if not isinstance(t, Tensor) or id(t) in self.early and self.early[id(t)]() is t: return False
+        return t.grad_fn is not None or any(d>1 and d in self.sizes for d in t.shape)
+
+# %% ../../nbs/402_state.replicas.ipynb #7c64762e
+def _is_library(c): return of_library(made_in(c))
+
+def _script_objects(learn):
+    "Return name -> object of the script that may hold state: callbacks of all ranks, the loss, modules"
+    found = [(k,cb) for k,cb in named_callbacks(learn).items() if not is_rank0_only(cb)] + [('loss_func',learn.loss_func)]
+    for top,module in dict(loss_func=loss_module(learn.loss_func), model=learn.model).items():
+        found += [(f'{top}.{n}'.strip('.'),m) for n,m in module.named_modules()]
+    own = [(k,o) for k,o in found if not all(map(_is_library, type(o).__mro__))] # torch gives a module in shards a class of its own
+    return {k:o for k,o in own if hasattr(o, '__dict__')}
+
+_of_module = {*vars(nn.Module())} # parameters and buffers are compared as replicas
+
+def held_values(
+    learn:Learner
+)->dict: # Attribute -> names and values in it
+    "Return the whole numbers and tensors that callbacks, modules and the loss hold beside the model"
+    res = {}
+    for name,o in _script_objects(learn).items():
+        for k,v in vars(o).items():
+            if not isinstance(o, nn.Module) or k not in _of_module: res[f'{name}.{k}'] = whole_values(f'{name}.{k}', v)
+    return res
+
+# %% ../../nbs/402_state.replicas.ipynb #822f866a
+def _optimizer_values(name, opt):
+    "Return the parameters of an optimizer and the state that it keeps of each"
+    opt,res = getattr(opt, 'opt', opt),{}
+    for i,state in enumerate(opt.state.values()): res |= whole_values(f'{name}.state.{i}', state)
+    return res | {f'{name}.params.{i}':p for i,p in enumerate(chain(*param_lists(opt)))}
+
+def further_state(
+    learn:Learner # With an optimizer
+)->dict: # Attribute -> names and values in it
+    "Return the state of models and optimizers that callbacks and the Learner hold beside those that it trains"
+    known = {id(learn.opt), id(getattr(learn.opt, 'opt', None))}
+    for m in chain(learn.model.modules(), loss_module(learn.loss_func).modules()):
+        known |= {id(o) for o in (m, *m.parameters(False), *m.buffers(False))}
+    holders = {k:vars(o) for k,o in _script_objects(learn).items() if not isinstance(o, nn.Module)} | {'learn':vars(learn)}
+    found,res = dict(leaves('', holders)),{}
+    for cls in (nn.Module,(torch.optim.Optimizer,Optimizer)): # an optimizer has what it trains, unless a model has it
+        for name,v in found.items():
+            if not isinstance(v, cls) or id(v) in known: continue
+            if cls is nn.Module: values = {f'{name}.{n}':t for n,t in chain(v.named_parameters(), v.named_buffers())}
+            else: values = _optimizer_values(name, v)
+            res[name] = {n:t for n,t in values.items() if id(t) not in known}
+        known |= {id(t) for vs in res.values() for t in vs.values()}
+    return res
+
+# %% ../../nbs/402_state.replicas.ipynb #a53d1fdd
+_trained = ('Each rank changes it by its own samples, so it is not what one process has. HINT: average its gradients before its step '
+    '(all_reduce of p.grad, divided by the number of ranks), or let the Learner train it')
+_carried = ('Each rank changes it by its own samples, or has drawn it, so it is not what one process has. HINT: let what is counted be '
+    'a metric, or all_reduce it over ranks where it is updated; average over ranks what a module carries along; seed what is drawn')
+
+def _line(o):
+    "Return the file and the line of the class of `o`, in parentheses"
+    cls = first(c for c in type(o).__mro__ if not _is_library(c))
+    try: return f' ({Path(inspect.getsourcefile(cls)).name}:{inspect.getsourcelines(cls)[1]})'
+    except (OSError,TypeError): return ''
+
+class Held:
+    "Compares what is held beside the model, and warns once of each attribute in which ranks differ"
+    def __init__(self,
+        learn:Learner, # In a job
+        rank:int, # Rank 0 warns
+        *more # Pairs of a function that returns values as `held_values` does, and of what it means that they differ
+    ):
+        self.learn,self.rank,self.reported,self.own,self.batch = learn,rank,set(),set(),LastBatch()
+        self.parts = (partial(held_values, learn),_carried), (partial(further_state, learn),_trained), *more
+
+    def begin(self):
+        "Record what is there before the first batch of an epoch"
+        self.early = dict(chain(*(vs.items() for vs in held_values(self.learn).values())))
+        self.batch.begin(self.early.values())
+        self.early = {n:v for n,v in self.early.items() if isinstance(v, int)} # tensors are not kept alive
+
+    def see(self): self.batch.see(self.learn)
+
+    def table(self):
+        "Return a fingerprint of each value of attributes that were not reported"
+        self.attrs,self.values,self.why = {},{},{} # name -> attribute; name -> value; attribute -> meaning
+        for found,why in self.parts:
+            for attr,values in found().items():
+                if attr in self.reported: continue
+                self.why[attr] = why
+                kept = {n:v for n,v in values.items() if n not in self.own and not self.batch.has(v)}
+                self.values |= kept
+                self.attrs |= dict.fromkeys(kept, attr)
+        return fingerprints(self.values)
+
+    def _numbers_ranks(self, name, vals):
+        "Return whether `name` has not changed in the epoch, and is the number of each rank, or tells rank 0 from the others"
+        if self.early.get(name, absent)!=self.values[name]: return False
+        ranks = range(len(vals))
+        return any(vals==[*map(repr, o)] for o in (ranks, [int(r==0) for r in ranks], [int(r>0) for r in ranks]))
+
+    def report(self,
+        tables:list, # Of all ranks, `[]` where they are the same
+        when:str # The moment, in words
+    ):
+        "Warn on rank 0 of what differs between `tables`; all ranks take part"
+        if not tables: return
+        shared = set(tables[0]).intersection(*tables[1:])
+        found = differing([{n:v for n,v in t.items() if n in shared} for t in tables])
+        if not found: return
+        own = gather_objs([n for n in found if self._numbers_ranks(n, [t[n] for t in tables])])
+        self.own |= set(found).intersection(*own)
+        for n,(ref,ranks) in found.items():
+            attr = self.attrs[n]
+            if n in self.own or attr in self.reported: continue
+            self.reported.add(attr)
+            how,owner = how_apart(n, self.values[n], tables, ref, ranks),attr.rpartition('.')[0]
+            line = _line(_script_objects(self.learn).get(owner))
+            if not self.rank: warn(f'Ranks differ in {n}{line} {when}: {how}. {self.why[attr]}')
+        self.values = {}

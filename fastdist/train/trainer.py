@@ -44,7 +44,7 @@ from ..data.loader import *
 from ..evaluate.loss import *
 from ..evaluate.evaluate import *
 from ..state.checkpoint import *
-from ..state.held import *
+from ..state.replicas import *
 from ..state.consistency import *
 from ..parallel.proxy import *
 from ..parallel.backward import *
