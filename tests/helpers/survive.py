@@ -8,7 +8,7 @@ from fastdist.base.values import copied,same_value
 from fastdist.data.loader import order_state
 from fastdist.state.folder import States
 from fastdist.state.progress import values
-from fastdist.state.fits import fits_done
+from fastdist.state.resume import fits_done
 from fastdist.state.snapshot import LearnerState,named_callbacks
 
 batch,epochs,steps = 12,(2,3),4 # samples of all ranks; epochs of the two fits; steps of an epoch

@@ -17,7 +17,7 @@ from fastdist.state import folder
 from fastdist.state.files import record
 from fastdist.state.folder import *
 from fastdist.state.serialize import *
-from fastdist.state.checkpoint_writer import *
+from fastdist.state.checkpoint import *
 
 fork = get_context('fork')
 

@@ -7,7 +7,7 @@ from learners import *
 from half import CpuHalf
 from fastdist import *
 from fastdist.comm.rng import global_random
-from fastdist.state import checkpoint_writer
+from fastdist.state import checkpoint
 from fastdist.state.folder import States
 from procs import *
 
@@ -17,7 +17,7 @@ class Kill(Callback):
     def __init__(self, at): self.at,self.n = at,0
     def after_batch(self):
         self.n += self.training
-        for o in checkpoint_writer._writers.values(): o.wait()
+        for o in checkpoint._writers.values(): o.wait()
         if self.training and self.n==self.at: os.kill(os.getpid(), signal.SIGKILL)
 Kill.__module__ = 'fastdist.tests' # a user's would be named, as it counts
 
