@@ -33,7 +33,8 @@ from fastai.basics import *
 from ..base.errors import *
 from ..base.at_fork import *
 from ..launch.world import own_version
-from .files import _fill,record
+from .files import *
+from .files import _fill
 from .serialize import *
 
 try: from fcntl import flock,LOCK_EX,LOCK_NB
@@ -70,40 +71,35 @@ def _json(record):
     record = json.loads(json.dumps(record))
     return json.dumps(dict(checksum=zlib.crc32(json.dumps(record).encode()), **record), indent=1)
 
-def _fault(file, want, sums=True):
-    "Return what is wrong with `file`, which has size and checksum of `want` if nothing is (''); the checksum is compared if `sums`"
-    try:
-        size = file.stat().st_size
-        if size!=want['size']: return f'{file.name} has {size} bytes, and {want["size"]} were written'
-        return f'{file.name} was changed after it was written: its checksum differs' if sums and record(file)['crc32']!=want['crc32'] else ''
-    except OSError as e: return f'{file.name}: {e.strerror}'
-
-def _faults(path, record, sums=True):
-    "Return what is wrong with the first bad file of `record` in folder `path`; '' if nothing is"
-    return first(filter(None, (_fault(path/f, o, sums) for f,o in record['files'].items()))) or ''
+def _fault(path, files, sums=True):
+    "Return what is wrong with the first bad one of `files` (name -> record) in folder `path`, '' if nothing is; checksums are compared if `sums`"
+    for name,want in files.items():
+        try:
+            size = (path/name).stat().st_size
+            if size!=want['size']: return f'{name} has {size} bytes, and {want["size"]} were written'
+            if sums and checksum(path/name)!=want['crc32']: return f'{name} was changed after it was written: its checksum differs'
+        except OSError as e: return f'{name}: {e.strerror}'
+    return ''
 
 # %% ../../nbs/407_state.folder.ipynb #efe1069a
 class State:
     "A state on disk: folder `path`, record `about` as it was given to `States.write`"
     def __init__(self, path, record): self.path,self.record,self.about,self.pinned = path,record,record['about'],record['pinned']
+    def __repr__(self): return f'State({str(self.path)!r})'
 
     def read(self,
         whole:bool=True # Whether the tensors are read that ranks in shards have written; else those are `Stored`
     ): # As it was packed; tensors are on the CPU, mapped from the files
         "Return the value that was written; raise `ValueError` for files that fastdist does not write"
         try:
-            tensors = load_file(self.path/'tensors.safetensors')
-            res = from_json(json.loads((self.path/'values.json').read_text()), lambda k: tensors.get(k, Stored(k)))
-            return self._filled(res) if whole and len(self.record['files'])>2 else res
+            tensors,tree = load_file(self.path/'tensors.safetensors'),json.loads((self.path/'values.json').read_text())
+            res = from_json(tree, lambda k: tensors.get(k, Stored(k)))
+            if not whole or len(self.record['files'])<=2: return res
+            from fastdist.state.dcp import filled # what it imports of torch takes half a second
+            return filled(res, self.path)
         except OSError: raise
-        except Exception as e: raise ValueError(f'{self.path} has files that fastdist does not write ({type(e).__name__}: {e}), and nothing of it was used. '
-            'HINT: remove it, to go on from the state before') from e
-
-    def _filled(self, v):
-        from fastdist.state.dcp import filled # what it imports of torch takes half a second
-        return filled(v, self.path)
-
-    def __repr__(self): return f'State({str(self.path)!r})'
+        except Exception as e: raise ValueError(f'{self.path} has files that fastdist does not write ({type(e).__name__}: {e}), '
+            'and nothing of it was used. HINT: remove it, to go on from the state before') from e
 
 # %% ../../nbs/407_state.folder.ipynb #a7a43381
 def temporary()->str:
@@ -121,36 +117,37 @@ class States:
 
     def _paths(self):
         "Return serial -> folder of each state, complete or not, from the newest on"
-        try: names = {int(m[1]):self.path/o for o in os.listdir(self.path) if (m := re.fullmatch(r'(\d{6,})-.*', o))}
+        try: found = [(re.fullmatch(r'(\d{6,})-.*', o),self.path/o) for o in os.listdir(self.path)]
         except (FileNotFoundError,NotADirectoryError): return {}
-        return dict(sorted(names.items(), reverse=True))
-
-    def _record(self, path):
-        "Return what `state.json` in `path` says, in whatever format, and `None` after a warning if it cannot be used"
-        try: record = json.loads((path/'state.json').read_text())
-        except FileNotFoundError: return self._skip(path, 'state.json is missing') if path.exists() else None
-        except OSError as e: return self._skip(path, f'state.json: {e.strerror}')
-        except ValueError: return self._skip(path, 'state.json is empty or cut off')
-        if not isinstance(record, dict) or 'format' not in record: return self._skip(path, 'state.json is not of fastdist', False)
-        if record['format']!=_format: return record
-        if record.pop('checksum', None)!=zlib.crc32(json.dumps(record).encode()): return self._skip(path, 'state.json was changed after it was written')
-        return record
+        return dict(sorted([(int(m[1]),path) for m,path in found if m], reverse=True))
 
     def _skip(self, path, why, ours=True):
         "Warn once that the state in `path` is not used, and note whether it is `ours`, to be removed"
         self.torn[path] = ours
         warn(f'The state in {path} is not complete and is not read: {why}. HINT: nothing is to be done, the newest complete state is used')
 
+    def _record(self, path):
+        "Return what `state.json` in `path` says, in whatever format, and `None` after a warning if it cannot be used"
+        if path in self.torn or not path.exists(): return
+        try: record = json.loads((path/'state.json').read_text())
+        except FileNotFoundError: return self._skip(path, 'state.json is missing')
+        except OSError as e: return self._skip(path, f'state.json: {e.strerror}')
+        except ValueError: return self._skip(path, 'state.json is empty or cut off')
+        if not isinstance(record, dict) or 'format' not in record: return self._skip(path, 'state.json is not of fastdist', False)
+        if record['format']!=_format or record.pop('checksum', None)==zlib.crc32(json.dumps(record).encode()): return record
+        self._skip(path, 'state.json was changed after it was written')
+
     def find(self,
         test:callable # Called with the `about` of a state
     )->State: # `None` if there is none
         "Return the newest state that is complete and whose `about` passes `test`; warn once of each that is not complete, raise `ResumeError` for one in another format"
         for path in self._paths().values():
-            record = None if path in self.torn else self._record(path)
-            if record and record['format']!=_format: raise ResumeError(path, f'format {record["format"]!r}, written by fastdist {record.get("fastdist")}, and fastdist {_version} reads format {_format}',
-                'go on with the fastdist that wrote it, or use another path')
-            if not record or not test(record['about']): continue
-            why = _faults(path, record)
+            record = self._record(path)
+            if not record: continue
+            if record['format']!=_format: raise ResumeError(path, f'format {record["format"]!r}, written by fastdist '
+                f'{record.get("fastdist")}, and fastdist {_version} reads format {_format}', 'go on with the fastdist that wrote it, or use another path')
+            if not test(record['about']): continue
+            why = _fault(path, record['files'])
             if not why: return State(path, record)
             self._skip(path, why)
 
@@ -174,37 +171,37 @@ class States:
             self.path.mkdir(parents=True, exist_ok=True)
             for o in self.path.glob('.tmp-????????'):
                 if o!=tmp: shutil.rmtree(o, ignore_errors=True)
-            return self._named(tmp, f'{max(self._paths(), default=0)+1:06d}-{label}', about, v if packed else pack(v), pinned, more)
+            res = self.path/f'{max(self._paths(), default=0)+1:06d}-{label}'
+            record = _fill_state(tmp, about, v if packed else pack(v), pinned, more)
+            os.rename(tmp, res)
+            _sync(self.path)
+            self._prune()
+            return State(res, record)
         except OSError as e: raise OSError(e.errno, e.strerror or str(e), str(self.path)) from e
         finally: shutil.rmtree(tmp, ignore_errors=True)
 
-    def _named(self, tmp, name, about, v, pinned, more):
-        res = State(self.path/name, _fill_state(tmp, about, v, pinned, more))
-        os.rename(tmp, res.path)
-        _sync(self.path)
-        self._prune()
-        return res
-
     def _prune(self):
         "Remove the states that neither are among the newest nor pinned, and those that are torn"
-        records = {p:self._record(p) for p in self._paths().values() if p not in self.torn}
-        others = {p for p,r in records.items() if r and r['format']!=_format}
-        mine = {p:r for p,r in records.items() if r and p not in others and not _faults(p, r, sums=False)}
-        stay = {*list(mine)[:self.keep], *[p for p,r in mine.items() if r['pinned']][:max(self.keep, self.pins)]}
-        torn = [p for p in self._paths().values() if p not in mine and self.torn.get(p, p not in others) and _is_ours(p)]
-        for p in [*(mine.keys()-stay), *torn]: _remove(p)
+        complete,others = {},set() # path -> whether it is pinned; of another format
+        for path in self._paths().values():
+            record = self._record(path)
+            if record and record['format']!=_format: others.add(path)
+            elif record and not _fault(path, record['files'], sums=False): complete[path] = record['pinned']
+        pinned = [p for p,pin in complete.items() if pin]
+        stay = {*list(complete)[:self.keep], *pinned[:max(self.keep, self.pins)], *others}
+        for path in self._paths().values():
+            torn = path not in complete and self.torn.get(path, True) and _is_ours(path)
+            if path not in stay and (torn or path in complete): _remove(path)
 
 # %% ../../nbs/407_state.folder.ipynb #93bc8c67
-def _write(file, tree):
-    "Write `tree` as JSON to `file`, and return its record"
-    _fill(file, lambda f: f.write(json.dumps(tree, allow_nan=False).encode()))
-    return record(file)
-
 def _fill_state(tmp, about, v, pinned, more):
     "Write the packed value `v`, what `more` writes and their record to folder `tmp`, and return the record"
     tmp.mkdir(exist_ok=True)
     tree,tensors = v
-    files = {'values.json':_write(tmp/'values.json', tree), 'tensors.safetensors':_save(tmp/'tensors.safetensors', tensors)} | (more(tmp) if more else {})
+    values = json.dumps(tree, allow_nan=False).encode()
+    _fill(tmp/'values.json', lambda f: f.write(values))
+    files = {'values.json':record(tmp/'values.json'), 'tensors.safetensors':_save(tmp/'tensors.safetensors', tensors)}
+    if more: files |= more(tmp)
     now = datetime.now().astimezone().isoformat(timespec='seconds')
     text = _json(dict(format=_format, fastdist=_version, torch=torch.__version__, time=now, pinned=pinned, about=about, files=files))
     _fill(tmp/'state.json', lambda f: f.write(text.encode()))
@@ -221,27 +218,6 @@ def _remove(path):
 def _is_ours(path): return path.is_dir() and all(o.suffix in ('.json','.safetensors') for o in path.iterdir())
 
 # %% ../../nbs/407_state.folder.ipynb #7a7a4244
-def _lock(path, wait):
-    "Return a file in folder `path` that is locked, `None` where there are no locks or no folder can be made"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        f = open(path/'.lock', 'a+b', buffering=0)
-    except OSError: return None
-    close_in_child(f)
-    try: return f if _is_free(f, wait) else None
-    except BlockingIOError: raise _taken(path, f) from None
-
-def _is_free(f, wait):
-    "Lock `f`, and return whether files can be locked; raise `BlockingIOError` if another process has it for longer than `wait` seconds"
-    end = time.monotonic()+wait
-    if flock is None: return f.close() is not None
-    while True:
-        try: return flock(f, LOCK_EX|LOCK_NB) is None
-        except BlockingIOError:
-            if time.monotonic()>end: raise
-        except OSError: return f.close() is not None
-        time.sleep(.05) # a lock that may be waited for has no timeout, and one with SIGALRM only the main thread
-
 def _taken(path, f):
     "Return the error for folder `path`, whose lock file `f` another one holds"
     f.seek(0)
@@ -249,6 +225,24 @@ def _taken(path, f):
     f.close()
     return RuntimeError(f'You set path={str(path)!r}, and process {pid or "unknown"} on {host or "an unknown host"} writes its states there now. '
         'HINT: give each Learner and each job a path of its own, or wait until that process has ended')
+
+def _lock(path, wait):
+    "Return a file in folder `path` that is locked, `None` where files cannot be; raise `RuntimeError` if another has it for longer than `wait` seconds"
+    if flock is None: return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        f = open(path/'.lock', 'a+b', buffering=0)
+    except OSError: return
+    close_in_child(f)
+    end = time.monotonic()+wait
+    while True:
+        try:
+            flock(f, LOCK_EX|LOCK_NB)
+            return f
+        except BlockingIOError:
+            if time.monotonic()>end: raise _taken(path, f) from None
+        except OSError: return f.close()
+        time.sleep(.05) # a lock that may be waited for has no timeout, and one with SIGALRM only the main thread
 
 # %% ../../nbs/407_state.folder.ipynb #a65a96dc
 @contextmanager
@@ -259,15 +253,12 @@ def in_use(
     "Return a context manager in which no other has `path` in use; raise `RuntimeError`, with host and pid, if one has. Without effect where files cannot be locked"
     f = _lock(Path(path), wait)
     try:
-        if f: _sign(f)
+        if f:
+            with suppress(OSError): # the disk may be full
+                f.truncate(0)
+                f.write(f'{socket.gethostname()} {os.getpid()}'.encode())
         yield
     finally:
         if f and not f.closed:
             f.truncate(0)
             f.close()
-
-def _sign(f):
-    "Write host and pid of this process into the lock file `f`, if the disk takes them"
-    with suppress(OSError):
-        f.truncate(0)
-        f.write(f'{socket.gethostname()} {os.getpid()}'.encode())
