@@ -15,7 +15,7 @@ __all__ = ['made_in', 'of_library', 'references', 'found', 'variables', 'CodePic
            'torch_settings', 'patches', 'Script']
 
 # %% ../../nbs/008_launch.pickling.ipynb #4f4954ac
-import cloudpickle,copyreg,dis,inspect,linecache,os,pickle,sys,torch
+import cloudpickle,copyreg,linecache,os,pickle,sys,torch
 from collections import deque
 from contextlib import suppress
 from collections import ChainMap
@@ -30,6 +30,7 @@ from types import BuiltinMethodType,CodeType,FunctionType,MethodType,ModuleType,
 from warnings import warn
 from fastcore.all import *
 from ..base.errors import *
+from ..base.values import *
 from ..base.tracebacks import *
 
 # %% ../../nbs/008_launch.pickling.ipynb #b60c9f12
@@ -59,25 +60,18 @@ def of_library(
     return name!='__main__' and (not path or bool(library_place(path) or {'site-packages','dist-packages'} & set(Path(path).parts)))
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e350
-def _codes(code): return [code, *(c for o in code.co_consts if inspect.iscode(o) for c in _codes(o))]
+_globals_of = private('cloudpickle.cloudpickle:_extract_code_globals')
 
 def _variables(f):
-    "Return name -> value of the globals that the function `f` uses, of its closure and of its defaults"
-    used = {op.argval for c in _codes(f.__code__) for op in dis.get_instructions(c) if op.opname in ('LOAD_GLOBAL','LOAD_NAME')}
-    cells = {k:c.cell_contents for k,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c!=type(c)()}
-    args,vals = f.__code__.co_varnames[:f.__code__.co_argcount],f.__defaults__ or ()
-    return {k:v for k,v in f.__globals__.items() if k in used} | cells | dict(zip(args[len(args)-len(vals):], vals)) | (f.__kwdefaults__ or {}) | vars(f)
+    "Return name -> value of the globals that cloudpickle sends with the function `f`, of its closure and of its defaults"
+    code,res = f.__code__,{k:f.__globals__[k] for k in _globals_of(f.__code__) if k in f.__globals__}
+    for k,c in zip(code.co_freevars, f.__closure__ or ()):
+        with suppress(ValueError): res[k] = c.cell_contents # of a variable that has a value
+    vals = f.__defaults__ or ()
+    args = code.co_varnames[:code.co_argcount]
+    return res | dict(zip(args[len(args)-len(vals):], vals)) | (f.__kwdefaults__ or {}) | vars(f)
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e352
-def _own(o, k):
-    "Return the attribute `k` of `o` itself, without its `__getattr__`; `None` where it has none"
-    with suppress(AttributeError): return object.__getattribute__(o, k)
-
-def _attrs(o):
-    slots = [k for c in type(o).__mro__ for k in listify(vars(c).get('__slots__')) if not k.startswith('__')]
-    res = {k:v for k in slots if (v := _own(o, k)) is not None} | (_own(o, '__dict__') or {})
-    return res | {k:v for of in ('_modules','_parameters','_buffers') if isinstance(o, torch.nn.Module) for k,v in res.pop(of, {}).items()}
-
 def _items(o):
     "Return what the container `o` holds; a class of its own may make its items when it is asked for them, and is not"
     if isinstance(o, dict): return [(f'[{k!r}]', v) for k,v in dict.items(o) if type(v) not in _atoms]
@@ -102,9 +96,15 @@ def references(
     if isinstance(o, partial): return [('', o.func), *_given(o), *o.keywords.items()]
     if isinstance(o, (staticmethod,classmethod)): return [('', o.__func__)]
     if isinstance(o, property): return [('', f) for f in (o.fget,o.fset) if f]
-    if not isinstance(o, (type,FunctionType)): return [*(('' if k=='items' and isinstance(o, L) else f'.{k}', v) for k,v in _attrs(o).items()), *_items(o), ('', type(o))]
-    if _is_library(o) or _by_name(o) and not by_name: return []
-    return [*_variables(o).items()] if isinstance(o, FunctionType) else [*((f'{o.__name__}.{k}', v) for k,v in vars(o).items()), *(('', c) for c in o.__bases__)]
+    if isinstance(o, (type,FunctionType)):
+        if _is_library(o) or _by_name(o) and not by_name: return []
+        if isinstance(o, FunctionType): return [*_variables(o).items()]
+        return [(f'{o.__name__}.{k}', v) for k,v in vars(o).items()]+[('', c) for c in o.__bases__]
+    attrs = attributes_of(o)
+    if isinstance(o, torch.nn.Module):
+        for k in ('_modules','_parameters','_buffers'): attrs |= attrs.pop(k, {})
+    items = [('', attrs.pop('items', ()))] if isinstance(o, L) else _items(o)
+    return [(f'.{k}', v) for k,v in attrs.items()] + items + [('', type(o))]
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e354
 def _path(at, name, o):
@@ -123,11 +123,12 @@ def found(
     todo,seen,res = deque([(name or _path('', '', o), o)]),{id(o):o},{}
     while todo:
         at,v = todo.popleft()
-        if wanted(v): res[at or v.__name__] = v
-        else:
-            new = [(_path(at, k, x), x) for k,x in references(v, by_name) if type(x) not in _atoms and id(x) not in seen]
-            seen.update((id(x), x) for _,x in new)
-            todo.extend(new)
+        if wanted(v):
+            res[at or v.__name__] = v
+            continue
+        new = [(_path(at, k, x), x) for k,x in references(v, by_name) if type(x) not in _atoms and id(x) not in seen]
+        seen.update((id(x), x) for _,x in new)
+        todo.extend(new)
     return res
 
 # %% ../../nbs/008_launch.pickling.ipynb #60f0e23e
@@ -204,7 +205,7 @@ class CodePickler(cloudpickle.Pickler):
     ):
         "Return how to pickle `o` with the lists of its state if it is a fastcore `Stateful`, a cached function of the script as that function, an exception without its `__init__`, an object that a library has under a name as that name; else as cloudpickle"
         if isinstance(o, _lru_cache_wrapper) and o.__module__=='__main__': return _cached,(o.__wrapped__,o.cache_parameters())
-        if isinstance(o, BaseException) and _has_own_init(type(o)): return _without_init,(type(o),*o.args),_attrs(o)
+        if isinstance(o, BaseException) and _has_own_init(type(o)): return _without_init,(type(o),*o.args),attributes_of(o)
         if _is_parametrized(o): return _without_init,type(o).__bases__[:1],vars(o),None,None,_parametrize
         if isinstance(o, type) and '__slots__' in vars(o): return _with_slots(o, super().reducer_override(o))
         if (at := _names_of(type(o))) and (at := first(k for k in at if _named(*k) is o)): return _named,at
