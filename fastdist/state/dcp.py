@@ -48,7 +48,8 @@ def _of_disk(folder, rank):
     try: yield
     except (OSError,RuntimeError) as e:
         with suppress(OSError): (folder/f'rank{rank}.failed').touch()
-        raise (e.__context__ if isinstance(e, RuntimeError) and isinstance(e.__context__, OSError) else e) from None
+        if isinstance(e, RuntimeError) and isinstance(e.__context__, OSError): e = e.__context__
+        raise e from None
 
 def write_shards(
     folder, # Exists; all ranks see it
@@ -56,13 +57,12 @@ def write_shards(
     shards:dict # Name -> tensor, which in shards is a `DTensor`, and a copy of this rank's rows of it; no other rank writes them
 ):
     "Write this rank's rows into a file of its own in `folder`, and a note when they are on the disk; nothing is exchanged"
-    folder,like,rows = Path(folder),{k:t for k,(t,_) in shards.items()},{k:c.contiguous() for k,(_,c) in shards.items()}
+    folder,rows = Path(folder),{k:c.contiguous() for k,(_,c) in shards.items()}
     with _of_disk(folder, rank):
         writer,planner = HuggingFaceStorageWriter(str(folder), save_distributed=True),_Copies(rows)
-        planner.set_up_planner({k:t for k,t in like.items() if rows[k].numel()}, is_coordinator=False)
+        planner.set_up_planner({k:t for k,(t,_) in shards.items() if rows[k].numel()}, is_coordinator=False)
         plan = writer.prepare_global_plan([planner.create_local_plan()]*(rank+1))[rank] # prepare_local_plan would make the folder again, which rank 0 may have removed
-        done = writer.write_data(plan, planner).wait()
-        files = {o.storage_data.relative_path for o in done}
+        files = {o.storage_data.relative_path for o in writer.write_data(plan, planner).wait()}
         note = json.dumps({f:record(folder/f, {i.index.fqn:_holds(i) for i in plan.items}) for f in files})
         write_whole(lambda f: f.write(note.encode()), folder/f'rank{rank}.json')
 
@@ -74,25 +74,22 @@ def await_shards(
     patience:float=60. # Seconds in which nothing grows there
 )->dict: # File -> its record, for `state.json`
     "Wait until all ranks have written their rows, and remove their notes; raise `OSError` where one has failed, has ended or is not seen to write"
-    seen,pause,suspended = None,.01,Suspension()
-    since = suspended.last
+    seen,pause,suspended,why = None,.01,Suspension(),''
+    since,notes = suspended.last,[Path(folder)/f'rank{r}.json' for r in range(n)]
     while True:
         now = {o.name:o.stat().st_size for o in os.scandir(folder)}
         missing = [r for r in range(n) if f'rank{r}.json' not in now]
-        if not missing: return _collected([Path(folder)/f'rank{r}.json' for r in range(n)])
+        if not missing: break
         since += suspended()
         if now!=seen: seen,since = now,suspended.last
-        why = _trouble(now, missing, lost(), suspended.last-since>patience and patience)
+        failed = [r for r in missing if f'rank{r}.failed' in now]
+        if failed: why = f'rank {failed[0]} could not write its part'
+        elif lost(): why = f'a rank ended before the part of rank {missing[0]} was written'
+        elif suspended.last-since>patience: why = (f'the part of rank {missing[0]} has not grown there for {patience:.0f} s; '
+            'ranks on several nodes need a folder that all of them see')
         if why: raise OSError(errno.EIO, why, str(folder))
-        time.sleep(pause := min(1.5*pause, .5)) # files are all that ranks of several nodes share, and a look costs their server
-
-def _trouble(now, missing, lost, late):
-    failed = [r for r in missing if f'rank{r}.failed' in now]
-    if failed: return f'rank {failed[0]} could not write its part'
-    if lost: return f'a rank ended before the part of rank {missing[0]} was written'
-    return late and f'the part of rank {missing[0]} has not grown there for {late:.0f} s; ranks on several nodes need a folder that all of them see'
-
-def _collected(notes):
+        time.sleep(pause)
+        pause = min(1.5*pause, .5) # files are all that ranks of several nodes share, and a look costs their server
     res = merge(*(json.loads(o.read_text()) for o in notes))
     for o in notes: o.unlink()
     return res
