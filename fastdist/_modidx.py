@@ -3468,6 +3468,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastdist.state.progress._copies': ('state.progress.html#_copies', 'fastdist/state/progress.py'),
                                          'fastdist.state.progress._in_shards': ( 'state.progress.html#_in_shards',
                                                                                  'fastdist/state/progress.py'),
+                                         'fastdist.state.progress._is_saved': ( 'state.progress.html#_is_saved',
+                                                                                'fastdist/state/progress.py'),
                                          'fastdist.state.progress._is_users': ( 'state.progress.html#_is_users',
                                                                                 'fastdist/state/progress.py'),
                                          'fastdist.state.progress._module_values': ( 'state.progress.html#_module_values',

@@ -31,13 +31,15 @@ from .serialize import *
 # %% ../../nbs/408_state.progress.ipynb #06f42168
 _not_saved = {'start_epoch','fits_by_path'} # a time of day in the process that is gone; how many fits this process has come to
 
+def _is_saved(v): return kind_of(v)==Kind.value and can_pack(v)
+
 def values(
     o # A Learner, a callback or a metric
 )->dict: # Attribute -> value; those of a metric as `metric.attribute`
     "Return the attributes of `o` that can be written to a file and read without pickle"
-    return {k:v for k,v in attributes(o).items() if k not in _not_saved and can_pack(v)}
+    return {k:v for k,v in attributes(o).items() if k not in _not_saved and _is_saved(v)}
 
-def _module_values(learn): return {k:v for k,v in LearnerState.take(learn, 'attrs')['attrs'].items() if can_pack(v)}
+def _module_values(learn): return {k:v for k,v in LearnerState.take(learn, 'attrs')['attrs'].items() if _is_saved(v)}
 
 # %% ../../nbs/408_state.progress.ipynb #7a5e0002
 def stateful(
@@ -80,7 +82,7 @@ class FitState:
         for k,cb in self.of_users.items():
             if keeps_own_state(cb): continue
             new = [a for a,v in vars(cb).items() if self.objects.get(k, {}).get(a) is not v]
-            lost = [a for a in new if kind_of(vars(cb)[a])!=Kind.refers and not can_pack(vars(cb)[a])]
+            lost = [a for a in new if kind_of(vars(cb)[a])!=Kind.refers and not _is_saved(vars(cb)[a])]
             saved = [a for a in self.changed[k] if a!='run'] # that is fastai's
             if saved or lost: res[k] = saved,lost
         return res
