@@ -56,13 +56,12 @@ Modules:
 - `fastdist.launch.agent`: The process that runs the ranks of one machine for a parent process, on this machine or another
 - `fastdist.launch.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner
 - `fastdist.launch.detached`: Jobs that outlive the process that started them, and are found again by name
-- `fastdist.launch.fork`: Ranks from a head process, and forks that do not hang
+- `fastdist.launch.fork`: Ranks that are forked from this process, and forks that do not hang
 - `fastdist.launch.group`: Join a process to its job, and undo that
 - `fastdist.launch.launcher`: Start ranks through agents, on this node or by an engine on others; watch them, show their output, end them
 - `fastdist.launch.link`: Frames between a parent process and the agents that run its ranks
 - `fastdist.launch.options`: Options of Accelerate, honoured or refused
 - `fastdist.launch.pickling`: Functions, classes and tensors, sent between a head and its ranks
-- `fastdist.launch.rank`: A rank: a forked process that calls a function, and the pipes to its agent
 - `fastdist.launch.ray`: Ranks on the nodes of a Ray cluster
 - `fastdist.launch.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits
 - `fastdist.launch.ssh`: Ranks on hosts that are reached by SSH

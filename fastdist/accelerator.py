@@ -30,7 +30,7 @@ from .launch.world import *
 from .launch.group import *
 from .launch.options import *
 from .launch.pickling import *
-from .launch.rank import *
+from .launch.fork import *
 from .launch.launcher import *
 from .launch.ssh import *
 from .launch.slurm import *

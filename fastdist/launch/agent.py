@@ -42,7 +42,6 @@ from fastcore.all import *
 from ..base.overrides import *
 from .world import *
 from .fork import *
-from .rank import *
 from .link import *
 
 try: import fcntl

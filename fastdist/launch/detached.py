@@ -31,7 +31,7 @@ from fastcore.xdg import xdg_state_home
 from ..base.errors import *
 from ..base.tracebacks import *
 from .pickling import *
-from .rank import *
+from .fork import *
 from .launcher import *
 
 # %% ../../nbs/020_launch.detached.ipynb #55ebaff5

@@ -1,8 +1,10 @@
-"""Ranks from a head process, and forks that do not hang
+"""Ranks that are forked from this process, and forks that do not hang
 
-Examples and tests need ranks, many times a minute. A launcher that starts a new Python for each rank spends seconds on importing torch and
-fastai; a fork of the running process has everything imported and starts in milliseconds. `on_ranks` forks, lets the ranks meet, and returns
-what each rank returned, or raises the error of the first that failed.
+A rank is a process that calls one function. A launcher that starts a new Python for each rank spends seconds on importing torch and fastai; a fork of a process that has everything imported starts in milliseconds.
+`on_ranks` forks ranks from this process, as examples and tests need them, many times a minute. The agent of a machine forks the ranks of a job.
+
+`notebook_launcher` forks its ranks too, and leaves the rest to them: what a rank trains stays there, what it prints is mixed with the output of the others, and a rank whose parent was killed runs on. Here the result is left in
+a file, an agent holds one end of three pipes, for stdout, stderr, and what the rank displays in a notebook, and a thread of the rank waits for the end of the process that forked it, and kills the rank with its data workers then.
 
 Forking has a trap for every notebook. OpenMP, with which torch runs CPU kernels on several threads, holds its threads between
 kernels. A fork copies the book-keeping of these threads but not the threads, so the child waits for ever for helpers that do not exist, as soon
@@ -18,21 +20,26 @@ A second trap is the garbage that the child inherits, which [`base.at_fork`](003
 
 # %% auto #0
 __all__ = ['ddp_imports', 'gomp_paths', 'release_threads', 'preload', 'forks_ranks', 'short_sockets', 'forked_workers',
-           'on_ranks']
+           'cpu_random', 'set_cpu_random', 'write_call', 'rank_env', 'show_in_parent', 'end_with_agent', 'Failure',
+           'be_rank', 'LocalRank', 'end_ranks', 'how_ended', 'in_shell', 'on_ranks']
 
 # %% ../../nbs/009_launch.fork.ipynb #fe38b5ef
-import os,re,tempfile,time,torch
+import builtins,json,os,random,re,signal,sys,tempfile,time,torch,numpy as np
+from base64 import b64encode
 from ctypes import CDLL
 from importlib import import_module
 from tempfile import TemporaryDirectory
-from contextlib import contextmanager
-from multiprocessing import get_all_start_methods,get_start_method,set_start_method
+from contextlib import contextmanager,suppress
+from multiprocessing import connection,get_all_start_methods,get_context,get_start_method,parent_process,set_start_method
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from torch.multiprocessing import start_processes,ProcessRaisedException,ProcessExitedException
+from shutil import rmtree
+from threading import Thread
+from uuid import uuid4
 from fastcore.all import *
 from ..base.errors import *
 from ..base.overrides import *
+from ..base.tracebacks import *
 from ..base.at_fork import *
 from .world import *
 from .group import *
@@ -43,7 +50,7 @@ def gomp_paths()->list:
     "Return the paths of the GNU OpenMP libraries in this process; torch, scikit-learn and others each bring their own"
     maps = Path('/proc/self/maps')
     if not maps.exists(): return []
-    return sorted({o.split()[-1] for o in maps.read_text().splitlines() if re.search(r'/libgomp[^/]*\.so', o)})
+    return sorted(set(re.findall(r'/.*/libgomp[^/\n]*\.so[^/\n]*', maps.read_text())))
 
 def release_threads():
     "End the OpenMP threads that this thread has started; the next kernel starts new ones"
@@ -85,37 +92,241 @@ def forked_workers():
     "Fork data workers inside the context where Python would start them by `forkserver`"
     short_sockets()
     was = get_start_method(allow_none=True)
-    change = (was or get_all_start_methods()[0])=='forkserver' and hasattr(os, 'fork')
-    if change: set_start_method('fork', force=True)
+    if (was or get_all_start_methods()[0])!='forkserver' or not hasattr(os, 'fork'):
+        yield
+        return
+    set_start_method('fork', force=True)
     try: yield
-    finally: change and set_start_method(was, force=True)
+    finally: set_start_method(was, force=True)
+
+# %% ../../nbs/009_launch.fork.ipynb #b467d204
+def cpu_random()->tuple: # For `set_cpu_random`
+    "Return the states of the generators of Python, numpy and torch on the CPU"
+    return random.getstate(),np.random.get_state(),torch.get_rng_state()
+
+def set_cpu_random(
+    state:tuple # As `cpu_random` returned it
+):
+    "Set the generators of Python, numpy and torch on the CPU"
+    for f,s in zip((random.setstate,np.random.set_state,torch.set_rng_state), state): f(s)
+
+# %% ../../nbs/009_launch.fork.ipynb #90095ea2
+def write_call(
+    fun:callable, # Called by each rank with its number
+    path:Path # File
+):
+    "Write what ranks call, with this process's random state and script, so that another process can read it"
+    Script().write((fun,cpu_random()), path, ('', fun))
+
+# %% ../../nbs/009_launch.fork.ipynb #b3058c69
+def rank_env(
+    rank:int, # Of the new process
+    n:int, # Number of ranks
+    d:Path, # Folder of the file store
+    port:int # `MASTER_PORT`, for process groups that the user makes; the same for all ranks
+)->dict: # Environment variables
+    "Return the variables that describe a rank on this node, with its sockets on the loopback interface"
+    w = World(rank, n, rank, n, master_addr='127.0.0.1', master_port=port)
+    lo = 'lo0' if sys.platform=='darwin' else 'lo'
+    return world_vars(w) | dict(FASTDIST_STORE=str(d/'store'), GLOO_SOCKET_IFNAME=lo, NCCL_SOCKET_IFNAME=lo, PYTHONUNBUFFERED='1')
+
+# %% ../../nbs/009_launch.fork.ipynb #fd7dd562
+def _publish_to(fd):
+    "Return a function that writes what it is given to the pipe `fd`, called as IPython calls `publish`"
+    f = os.fdopen(fd, 'w')
+    def publish(data, metadata=None, *, transient=None, update=False, **kwargs):
+        msg = dict(data=data, metadata=metadata or {}, transient=transient or {}, update=update)
+        print(json.dumps(msg, default=lambda o: b64encode(o).decode()), file=f, flush=True) # pictures are bytes
+    return publish
+
+def _displays(publish):
+    "Return IPython's `display` for a process without a shell, which `publish` is handed to"
+    from IPython.core.formatters import DisplayFormatter
+    from IPython.display import DisplayHandle
+    formatter = DisplayFormatter()
+    def display(*objs, display_id=None, update=False, **kwargs):
+        name = uuid4().hex if display_id is True else display_id
+        transient = dict(display_id=name) if name else None
+        for o in objs: publish(*formatter.format(o), transient=transient, update=update)
+        return DisplayHandle(name) if name else None
+    return display
+
+# %% ../../nbs/009_launch.fork.ipynb #1288f17c
+def _use_notebook_bars():
+    "Replace fastai's bars of a terminal by those of a notebook, in each module that has imported them"
+    if 'fastprogress.fastprogress' not in sys.modules: return
+    fp = sys.modules['fastprogress.fastprogress']
+    bars = dict(master_bar=(fp.ConsoleMasterBar,fp.NBMasterBar), progress_bar=(fp.ConsoleProgressBar,fp.NBProgressBar))
+    for m in list(sys.modules.values()):
+        for k,(old,new) in bars.items():
+            if getattr(m, '__dict__', {}).get(k) is old: setattr(m, k, new)
+
+def show_in_parent(
+    fd:int # Pipe to the agent
+):
+    "Send what this rank displays to the notebook that is its parent process"
+    from IPython import display,get_ipython
+    from IPython.core import display_functions
+    publish = _publish_to(fd)
+    if get_ipython(): get_ipython().display_pub.publish = publish
+    else:
+        display.display = display_functions.display = builtins.display = _displays(publish)
+        _use_notebook_bars()
+
+# %% ../../nbs/009_launch.fork.ipynb #01427f3d
+def end_with_agent(
+    d:Path # Folder that the parent process may have left, and that is removed then
+):
+    "Kill this process and its data workers as soon as its parent process ends, however it ends"
+    def watch():
+        parent_process().join()
+        rmtree(d, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+    os.setsid()
+    Thread(target=watch, daemon=True).start()
+
+def _redirect(pipes):
+    "Send stdout and stderr of this process to `pipes`"
+    for i,(kind,name) in enumerate((('out','stdout'), ('err','stderr')), 1):
+        if kind not in pipes: continue
+        os.dup2(pipes[kind], i)
+        os.close(pipes[kind])
+        setattr(sys, name, os.fdopen(os.dup(i), 'w', buffering=1, encoding='utf-8', errors='replace'))
+
+class Failure:
+    "Picklable description of a rank's error, for the parent process"
+    def __init__(self, rank, e):
+        self.rank,self.time,self.text = rank,time.time(),traceback_text(e)
+        self.of = None # number and traceback of the rank whose error this one raises
+        if isinstance(e, RankError) and e.shown: self.of = e.rank,e.msg
+        self.broken,self.signum = is_broken(e),getattr(e, 'signum', None)
+        self.exit = [e.code] if isinstance(e, SystemExit) else None
+        self.own = not (self.of or self.broken or self.signum) # whether no other rank and no signal has caused it
+
+# %% ../../nbs/009_launch.fork.ipynb #20859c1f
+def be_rank(
+    rank:int, # Number of this process
+    d:Path, # Folder for result and error, and of the file `call` where there is no `call`
+    env:dict, # All environment variables
+    call:tuple, # What `write_call` would write, or `None`
+    pipes:dict, # Kind of output -> file descriptor; with none, output is that of the parent process
+    start:str # Start method of the parent process, for what the rank starts
+):
+    "Call the function, and write its result or its error into `d`"
+    end_with_agent(d)
+    set_start_method(start, force=True)
+    os.environ.clear()
+    os.environ.update(env)
+    if 'OMP_NUM_THREADS' in env: torch.set_num_threads(int(env['OMP_NUM_THREADS']))
+    _redirect(pipes)
+    try:
+        (fun,state),script = call or read(d/'call')
+        if script: script.install()
+        if 'show' in pipes: show_in_parent(pipes['show'])
+        if state: set_cpu_random(state)
+        with forked_workers(): res = fun(rank)
+        write((res, cpu_random()), d/f'result{rank}', ByName, ('What your function returned', res))
+    except BaseException as e:
+        write(Failure(rank, e), d/f'failure{rank}')
+        raise SystemExit(0 if isinstance(e, Preempted) else 1)
+
+# %% ../../nbs/009_launch.fork.ipynb #0bd2aae4
+class LocalRank:
+    "Forked process that is `rank`, with the ends of its pipes from which this process reads"
+    def __init__(self,
+        rank:int, d:Path, env:dict, call:tuple=None, # As for `be_rank`
+        kinds:tuple=('out','err') # Of its pipes; with 'show' for what it displays
+    ):
+        self.rank,self.d,self.tail = rank,d,b''
+        pipes = {k:os.pipe() for k in kinds}
+        args = rank,d,env,call,{k:w for k,(_,w) in pipes.items()},get_start_method(allow_none=True)
+        self.p = get_context('fork').Process(target=be_rank, args=args, name=f'rank {rank}')
+        self.p.start()
+        for _,w in pipes.values(): os.close(w)
+        self.pipes = {k:r for k,(r,_) in pipes.items()}
+        for r in self.pipes.values(): os.set_blocking(r, False)
+
+    @property
+    def exitcode(self)->int:
+        "Exit code of the process, `None` while it runs"
+        return self.p.exitcode
+
+    def read(self,
+        kind:str # Of a pipe
+    )->bytes: # `None` where there is nothing at the moment, empty at the end of the pipe
+        "Return new output of the rank"
+        try: data = os.read(self.pipes[kind], 1<<16)
+        except BlockingIOError: return
+        if kind=='err': self.tail = (self.tail+data)[-10_000:]
+        return data
+
+    def send(self,
+        signum:int # `SIGKILL` is for its data workers too
+    ):
+        "Send the process a signal, if it still runs"
+        if self.exitcode is not None: return
+        with suppress(ProcessLookupError): os.kill(self.p.pid, signum)
+        if signum==signal.SIGKILL: self._kill_workers()
+
+    def _kill_workers(self):
+        with suppress(ProcessLookupError): os.killpg(self.p.pid, signal.SIGKILL)
+
+    def wait(self, seconds:float):
+        "Wait for the end of the process"
+        self.p.join(seconds)
+
+    def close(self):
+        "Kill data workers that the rank has left, and close the pipes"
+        self._kill_workers()
+        self.p.join()
+        for r in self.pipes.values(): os.close(r)
+
+def end_ranks(
+    ranks:list, # With `exitcode`, `send` and `wait`
+    grace:float=2 # Seconds from the first signal to the last
+):
+    "Interrupt the ranks that still run, then terminate them, and kill them with their data workers"
+    for signum,seconds in ((signal.SIGINT,grace/2), (signal.SIGTERM,grace/2), (signal.SIGKILL,3)):
+        running,until = [o for o in ranks if o.exitcode is None],time.monotonic()+seconds
+        for o in running: o.send(signum)
+        for o in running: o.wait(max(0, until-time.monotonic()))
+
+def how_ended(code):
+    "Return the exit code of a rank without an error message in words"
+    if code>=0: return f'it died without an error message, with exit code {code}'
+    hint = '. HINT: it may come from the kernel, when memory is short' if code==-9 else ''
+    return f'it died without an error message, killed by {signal.Signals(-code).name}{hint}'
+
+# %% ../../nbs/009_launch.fork.ipynb #36fcea8b
+def in_shell()->bool:
+    "Return whether this process is a shell of IPython, such as a notebook's kernel, which no `SystemExit` ends"
+    return in_ipython() and parent_process() is None
 
 # %% ../../nbs/009_launch.fork.ipynb #eef22bd1
-def _be_rank(rank, fn, n, port, path, join, start):
-    set_start_method(start, force=True) # for what this rank starts, not how it was started itself
-    env = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=n, MASTER_ADDR='127.0.0.1', MASTER_PORT=port, FASTDIST_STORE=path/'store',
-        ACCELERATE_USE_CPU='true')
-    set_env(env)
+def _in_job(rank, fn, join):
     torch.set_num_threads(1)
     if join: setup_distrib()
-    with forked_workers(): res = fn(rank)
+    res = fn(rank)
     if join: teardown_distrib()
-    write(res, path/str(rank), ByName)
+    return res
 
-# %% ../../nbs/009_launch.fork.ipynb #7a555f34
-def _wait(ctx, timeout):
-    "Wait until all ranks of `ctx` have ended; end the rest after `timeout` seconds or an error"
-    end = time.monotonic()+timeout
-    try:
-        while not ctx.join(max(0, end-time.monotonic())):
-            if time.monotonic()>end: raise TimeoutError(f'{sum(p.is_alive() for p in ctx.processes)} ranks were still running after {timeout} seconds')
-    except (ProcessRaisedException,ProcessExitedException) as e: raise RankError(e.error_index, e.msg, shown=False) from None
-    finally:
-        for p in ctx.processes:
-            if p.is_alive(): p.kill()
-            p.join()
+def _wait(ranks, timeout):
+    "Wait until all of `ranks` have ended, or one with an error; raise `TimeoutError` after `timeout` seconds"
+    end,running = time.monotonic()+timeout,{o.p.sentinel:o for o in ranks}
+    while running:
+        ended = connection.wait([*running], max(0, end-time.monotonic()))
+        if not ended: raise TimeoutError(f'{len(running)} ranks were still running after {timeout} seconds')
+        for s in ended: running.pop(s).p.join()
+        if any(o.exitcode for o in ranks): return
 
 # %% ../../nbs/009_launch.fork.ipynb #a9010e66
+def _first_failed(ranks, d):
+    "Return the error of the first of `ranks` that failed by itself, `None` where none has failed"
+    found = sorted([read(p) for p in d.glob('failure*')], key=lambda o: (not o.own,o.time))
+    if found: return RankError(found[0].rank, found[0].text, shown=False)
+    for o in ranks:
+        if o.exitcode: return RankError(o.rank, how_ended(o.exitcode), shown=False)
+
 def on_ranks(
     fn:callable, # Called as `fn(rank)` on each rank; a lambda or a local function will do
     n:int=2, # Number of ranks
@@ -125,5 +336,14 @@ def on_ranks(
     "Call `fn` on `n` CPU ranks forked from this process; raise `RankError` for the first that fails"
     preload()
     with TemporaryDirectory() as d:
-        _wait(start_processes(_be_rank, (fn, n, free_port(), Path(d), join, get_start_method(allow_none=True)), n, join=False, start_method='fork'), timeout)
-        return [read(Path(d)/str(i)) for i in range(n)]
+        d,port,ranks = Path(d),free_port(),[]
+        try:
+            for i in range(n):
+                env = os.environ|rank_env(i, n, d, port)|dict(ACCELERATE_USE_CPU='true')
+                ranks.append(LocalRank(i, d, env, ((partial(_in_job, fn=fn, join=join),None),None), ()))
+            _wait(ranks, timeout)
+        finally:
+            for o in ranks: o.close()
+        e = _first_failed(ranks, d)
+        if e: raise e
+        return [read(d/f'result{i}')[0] for i in range(n)]

@@ -49,7 +49,7 @@ from ..base.signals import *
 from .world import *
 from .group import *
 from .pickling import *
-from .rank import *
+from .fork import *
 from .link import *
 from .agent import *
 

@@ -19,7 +19,7 @@ from fastcore.all import *
 from ..base.errors import *
 from ..base.signals import *
 from ..launch.group import *
-from ..launch.rank import *
+from ..launch.fork import *
 
 _signal_handling = private('torch.utils.data._utils:signal_handling')
 
