@@ -59,7 +59,6 @@ Modules:
 - `fastdist.launch.fork`: Ranks that are forked from this process, and forks that do not hang
 - `fastdist.launch.group`: Join a process to its job, and undo that
 - `fastdist.launch.launcher`: Start ranks through agents, on this node or by an engine on others; watch them, show their output, end them
-- `fastdist.launch.link`: Frames between a parent process and the agents that run its ranks
 - `fastdist.launch.options`: Options of Accelerate, honoured or refused
 - `fastdist.launch.pickling`: Functions, classes and tensors, sent between a head and its ranks
 - `fastdist.launch.ray`: Ranks on the nodes of a Ray cluster

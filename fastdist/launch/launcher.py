@@ -50,7 +50,6 @@ from .world import *
 from .group import *
 from .pickling import *
 from .fork import *
-from .link import *
 from .agent import *
 
 # %% ../../nbs/016_launch.launcher.ipynb #6ca6e26d

@@ -22,7 +22,6 @@ from threading import Thread
 from fastcore.all import *
 from ..base.overrides import *
 from ..base.signals import *
-from .link import *
 from .launcher import *
 
 # %% ../../nbs/019_launch.ray.ipynb #b9172695

@@ -27,7 +27,6 @@ from fastcore.all import *
 from ..base.errors import *
 from .world import *
 from .fork import *
-from .link import *
 from .agent import *
 from .launcher import *
 
