@@ -63,7 +63,6 @@ Modules:
 - `fastdist.launch.pickling`: Functions, classes and tensors, sent between a head and its ranks
 - `fastdist.launch.ray`: Ranks on the nodes of a Ray cluster
 - `fastdist.launch.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits
-- `fastdist.launch.ssh`: Ranks on hosts that are reached by SSH
 - `fastdist.launch.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
 - `fastdist.parallel.backward`: Backward passes are seen where they begin, and gradients that DDP does not see are averaged

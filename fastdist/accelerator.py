@@ -32,7 +32,6 @@ from .launch.options import *
 from .launch.pickling import *
 from .launch.fork import *
 from .launch.launcher import *
-from .launch.ssh import *
 from .launch.slurm import *
 from .launch.ray import *
 from .launch.detached import *

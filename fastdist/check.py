@@ -37,7 +37,6 @@ from .base.errors import *
 from .launch.world import *
 from .launch.group import *
 from .launch.launcher import *
-from .launch.ssh import *
 from .comm.job import *
 from .comm.collectives import *
 from .comm.rank0 import *
