@@ -17,7 +17,7 @@
 
 Modules:
 
-- `fastdist.accelerator`: One object for the head, which starts ranks, and for each rank
+- `fastdist.accelerator`: One object for the parent process, which starts ranks, and for each rank
 - `fastdist.base.at_fork`: What a forked child closes of all that it inherits from its parent
 - `fastdist.base.errors`: The exceptions that fastdist raises
 - `fastdist.base.overrides`: Attributes of objects that are overridden in a context, and restored
@@ -52,14 +52,13 @@ Modules:
 - `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, and hooks on parameters that are not linear, found by a probe
 - `fastdist.evaluate.probe`: A function of samples is run whole and in parts, once, on copies, and its results are compared
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
-- `fastdist.launch.accelerate`: Hugging Face Accelerate, configured from the `World` of this process
 - `fastdist.launch.agent`: The process that runs the ranks of one machine for a parent process, on this machine or another
 - `fastdist.launch.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner
 - `fastdist.launch.detached`: Jobs that outlive the process that started them, and are found again by name
 - `fastdist.launch.fork`: Ranks that are forked from this process, and forks that do not hang
 - `fastdist.launch.group`: Join a process to its job, and undo that
 - `fastdist.launch.launcher`: Start ranks through agents, on this node or by an engine on others; watch them, show their output, end them
-- `fastdist.launch.options`: Options of Accelerate, honoured or refused
+- `fastdist.launch.options`: Options of Accelerate, honoured or refused, and its object for this process
 - `fastdist.launch.pickling`: Functions, classes and tensors, sent between a head and its ranks
 - `fastdist.launch.ray`: Ranks on the nodes of a Ray cluster
 - `fastdist.launch.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits

@@ -311,22 +311,28 @@ def _in_job(rank, fn, join):
     return res
 
 def _wait(ranks, timeout):
-    "Wait until all of `ranks` have ended, or one with an error; raise `TimeoutError` after `timeout` seconds"
+    "Wait until all of `ranks` have ended; return the first that failed, when the others have had time to end too; raise `TimeoutError` after `timeout` seconds"
     end,running = time.monotonic()+timeout,{o.p.sentinel:o for o in ranks}
     while running:
         ended = connection.wait([*running], max(0, end-time.monotonic()))
         if not ended: raise TimeoutError(f'{len(running)} ranks were still running after {timeout} seconds')
         for s in ended: running.pop(s).p.join()
-        if any(o.exitcode for o in ranks): return
+        failed = first(ranks, lambda o: o.exitcode)
+        if failed: break
+    else: return
+    for o in ranks: o.send(signal.SIGTERM)
+    end = time.monotonic()+30
+    for o in ranks: o.wait(max(0, end-time.monotonic()))
+    return failed
+
+def _error(failed, d):
+    "Return the error of a rank that failed by itself, else that of `failed`"
+    found = sorted([read(p) for p in d.glob('failure*')], key=lambda o: (not o.own,o.time))
+    if found and (found[0].own or any(o.rank==failed.rank for o in found)):
+        return RankError(found[0].rank, found[0].text, shown=False)
+    return RankError(failed.rank, how_ended(failed.exitcode), shown=False)
 
 # %% ../../nbs/009_launch.fork.ipynb #a9010e66
-def _first_failed(ranks, d):
-    "Return the error of the first of `ranks` that failed by itself, `None` where none has failed"
-    found = sorted([read(p) for p in d.glob('failure*')], key=lambda o: (not o.own,o.time))
-    if found: return RankError(found[0].rank, found[0].text, shown=False)
-    for o in ranks:
-        if o.exitcode: return RankError(o.rank, how_ended(o.exitcode), shown=False)
-
 def on_ranks(
     fn:callable, # Called as `fn(rank)` on each rank; a lambda or a local function will do
     n:int=2, # Number of ranks
@@ -341,9 +347,8 @@ def on_ranks(
             for i in range(n):
                 env = os.environ|rank_env(i, n, d, port)|dict(ACCELERATE_USE_CPU='true')
                 ranks.append(LocalRank(i, d, env, ((partial(_in_job, fn=fn, join=join),None),None), ()))
-            _wait(ranks, timeout)
+            failed = _wait(ranks, timeout)
         finally:
             for o in ranks: o.close()
-        e = _first_failed(ranks, d)
-        if e: raise e
+        if failed or any(d.glob('failure*')): raise _error(failed or ranks[0], d)
         return [read(d/f'result{i}')[0] for i in range(n)]

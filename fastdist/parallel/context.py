@@ -23,7 +23,6 @@ from ..base.signals import *
 from ..launch.world import *
 from ..launch.group import *
 from ..launch.options import *
-from ..launch.accelerate import *
 from ..launch.callbacks import *
 from ..comm.job import *
 

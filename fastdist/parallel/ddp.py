@@ -28,7 +28,7 @@ from fastai.basics import *
 from ..base.errors import *
 from ..base.overrides import *
 from ..launch.group import *
-from ..launch.accelerate import *
+from ..launch.options import *
 from ..comm.collectives import *
 from ..evaluate.recorder import *
 from ..state.replicas import *

@@ -2,7 +2,7 @@
 
 A training loop needs somebody who wraps the model, shares out the data and reduces numbers. Accelerate does, once this process has joined its job and Accelerate knows where it stands.
 
-Both could be done when the object is made. But it may be made in the head, which is no rank, or in a rank before it knows that it is one, and Accelerate's global state would be there for good.
+Both could be done when the object is made. But it may be made in the parent process, which is no rank, or in a rank before it knows that it is one, and Accelerate's global state would be there for good.
 
 So the object is a description of the job until something is asked of it that only a rank can do. Then it joins, and everything that Accelerate can do is asked of Accelerate. `finalize` puts all back."""
 
@@ -12,12 +12,11 @@ So the object is a description of the job until something is asked of it that on
 __all__ = ['JobDescription', 'RankAccelerator', 'ContextOptions', 'CastBatch']
 
 # %% ../../nbs/700_train.process.ipynb #b815bb21
-import dis,os,pickle,torch
+import os,pickle,torch
 from copy import copy
 from difflib import get_close_matches
 from dataclasses import fields,replace
 from contextlib import contextmanager
-from inspect import signature
 from accelerate import Accelerator as HFAccelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch.nn.parallel import DistributedDataParallel
@@ -31,18 +30,19 @@ from ..base.overrides import *
 from ..launch.world import *
 from ..launch.group import *
 from ..launch.options import *
-from ..launch.accelerate import *
 from ..launch.pickling import *
 from ..comm.collectives import *
 from ..data.source import *
 from ..data.loader import *
 
 # %% ../../nbs/700_train.process.ipynb #82816db3
+_real = {torch.complex32:torch.float16, torch.complex64:torch.float32, torch.complex128:torch.float64}
+
 class JobDescription:
     "Number of ranks, their device and their precision, before or after the ranks start"
     _places,_engine = {f.name for f in fields(World)}-{'size','gpu','cpu','source'},None
     def __init__(self,
-        nprocs:int=1, # Number of ranks that the head starts on this node
+        nprocs:int=1, # Number of ranks that the parent process starts
         compute_setup:str='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
         log_setup:str='cpu', # Device on which numbers for logs are reduced: 'cpu', or 'auto' for the rank's device
         backend:str=None, # Of the process group: 'nccl' or 'gloo'; the device's own by default
@@ -54,8 +54,9 @@ class JobDescription:
         check_choice('log_setup', log_setup, ('auto','cpu'))
         check_dtype(dtype)
         check_options(None, **options)
-        if options.get('cpu') and compute_setup=='gpu': raise OptionError('cpu', True, 'compute_setup is \'gpu\'. HINT: set one of them')
-        vars(self).update(compute_setup=compute_setup, log_setup=log_setup, dtype=dtype, options=options, _nprocs=nprocs, _backend=backend, _engine=engine)
+        if options.get('cpu') and compute_setup=='gpu': raise OptionError('cpu', True, "compute_setup is 'gpu'. HINT: set one of them")
+        vars(self).update(compute_setup=compute_setup, log_setup=log_setup, dtype=dtype, options=options)
+        vars(self).update(_nprocs=nprocs, _backend=backend, _engine=engine)
         if engine is None: check_backend(backend, self.device.type=='cuda')
 
     def __getattr__(self, k):
@@ -85,17 +86,17 @@ class JobDescription:
 
     @property
     def nprocs(self)->int:
-        "Number of ranks that the head starts on this node; 1 where a launcher started them"
+        "Number of ranks that the parent process starts; 1 where a launcher started them"
         return 1 if self.execution_type=='torchrun' else self._nprocs
 
     @property
     def world_size(self)->int:
-        "Number of ranks of the job; in the head, the number that it will start"
+        "Number of ranks of the job; in the parent process, the number that it will start"
         return self._nprocs if self.in_head else self.world.size
 
     @property
     def device(self)->torch.device:
-        "Device of this rank; in the head, the device of rank 0"
+        "Device of this rank; in the parent process, the device of rank 0"
         if not self.in_head or self.cpu_only: return self.world.device
         return torch.device('cuda', 0) if torch.cuda.device_count() else torch.device('cpu')
 
@@ -119,13 +120,11 @@ class JobDescription:
         "This object, by the name at which perceptrain's `Trainer` looks for `device`, `log_device` and `data_dtype`"
         return self
 
-# %% ../../nbs/700_train.process.ipynb #36c225ad
-_real = {torch.complex32:torch.float16, torch.complex64:torch.float32, torch.complex128:torch.float64}
-
 # %% ../../nbs/700_train.process.ipynb #bf755e7b
 _own = 'compute_setup','log_setup','dtype','options'
-_alive = '_member','_acc','_owned','_env','_engine'
-_in_head = dict(is_main_process=True, is_local_main_process=True, is_last_process=True, process_index=0, local_process_index=0, num_processes=1, print=print)
+_in_process = '_member','_acc','_owned','_env','_engine' # what is not pickled
+_in_head = dict(is_main_process=True, is_local_main_process=True, is_last_process=True, process_index=0, local_process_index=0,
+    num_processes=1, print=print)
 
 class RankAccelerator(JobDescription):
     "`accelerate.Accelerator` of this process, made with `options` when it is first needed"
@@ -133,68 +132,62 @@ class RankAccelerator(JobDescription):
     _running = [] # Accelerators whose function this process runs, the innermost last
     @delegates(JobDescription)
     def __init__(self,
-        nprocs:int=1, # Number of ranks that the head starts on this node
+        nprocs:int=1, # Number of ranks that the parent process starts
         **kwargs
     ):
         self._reset()
-        self._set_here = {}
         super().__init__(nprocs, **kwargs)
 
     def _reset(self): self._member,self._acc,self._owned,self._env = None,None,False,{}
-    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in _alive}
+    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in _in_process}
     def __setstate__(self, state):
         vars(self).update(state)
         self._reset()
     def __dir__(self): return sorted({*super().__dir__(), *dir(HFAccelerator)})
+
     def __getattr__(self, k):
         if k.startswith('_'): raise AttributeError(k)
-        return self._ask(k)
+        if k in self._places: return getattr(self.world, k)
+        if not self.in_head: return getattr(self.live, k)
+        if k in self.options: return self.options[k]
+        if k in _in_head: return _in_head[k]
+        if not hasattr(HFAccelerator, k): raise AttributeError(f"neither fastdist's Accelerator nor Accelerate's has {k!r}")
+        raise RuntimeError(f'You ask for {k} in the head of {self._nprocs} ranks, which is no rank. HINT: ask for it in the function that `distribute` runs')
+
     def __setattr__(self, k, v):
-        if k in _own or k[0]=='_' or callable(getattr(type(self), k, None)) or not vars(type(self)).get('_strict'): object.__setattr__(self, k, v)
+        plain = k in _own or k[0]=='_' or callable(getattr(type(self), k, None))
+        if plain or not vars(type(self)).get('_strict'): object.__setattr__(self, k, v)
         else: self._set(k, v)
 
-# %% ../../nbs/700_train.process.ipynb #fd8fe047
-@patch
-def _ask(self:RankAccelerator, k):
-    if k in self._places: return getattr(self.world, k)
-    if not self.in_head: return getattr(self.live, k)
-    if k in self.asked: return self.asked[k]
-    if k in _in_head: return _in_head[k]
-    if not hasattr(HFAccelerator, k): raise AttributeError(f'neither fastdist\'s Accelerator nor Accelerate\'s has {k!r}')
-    raise RuntimeError(f'You ask for {k} in the head of {self._nprocs} ranks, which is no rank. HINT: ask for it in the function that `distribute` runs')
+    def _set(self, k, v):
+        "Set the option `k`, or an attribute that Accelerate's object has"
+        option = k in option_table
+        if not option and (self.in_head or not hasattr(self.live, k)):
+            near = get_close_matches(k, option_table, 1)
+            hint = f'Did you mean {near[0]!r}?' if near else f'HINT: one of {", ".join(option_table)}'
+            raise AttributeError(f"You set {k}, which can be set neither on fastdist's Accelerator nor on Accelerate's. {hint}")
+        if option: check_options(None, **self.options|{k:v})
+        if self._acc: setattr(self._acc, k, v)
+        if option: self.options = self.options|{k:v}
 
-# %% ../../nbs/700_train.process.ipynb #05540eeb
-_settable = {i.argval for i in dis.get_instructions(HFAccelerator.__init__) if i.opname=='STORE_ATTR'} | {
-    k for k in dir(HFAccelerator) if getattr(getattr(HFAccelerator, k), 'fset', None)}
-
-@patch
-def _set(self:RankAccelerator, k, v):
-    "Set `k` of Accelerate's object to `v`, now or as soon as there is one"
-    near = get_close_matches(k, _settable, 1)
-    hint = f'Did you mean {near[0]!r}?' if near else f'HINT: one of {", ".join(sorted(_settable))}'
-    if k not in _settable: raise AttributeError(f'You set {k}, which can be set neither on fastdist\'s Accelerator nor on Accelerate\'s. {hint}')
-    if k in accelerate_options(): check_options(True, **{k:v})
-    if self._acc: setattr(self._acc, k, v)
-    self._set_here[k] = v
-
-@patch(as_prop=True)
-def asked(self:RankAccelerator)->dict:
-    "Options for `accelerate.Accelerator` that were given or set"
-    return self.options | self._set_here
+    def adopt(self,
+        member:Membership, # Of this process, or `None` to forget it
+        acc:HFAccelerator # Owned by the caller, who will restore its state
+    ):
+        "Use a process group and an Accelerate object that the caller owns and closes"
+        self._member,self._acc,self._owned = member,acc,False
 
 # %% ../../nbs/700_train.process.ipynb #20821ec1
 @patch
 def learner_options(self:RankAccelerator)->dict:
     "Return the options for a Learner's context; raise `OptionError` for one that only a loop of the user's own can have"
-    default = {k:p.default for k,p in signature(HFAccelerator.__init__).parameters.items()}
-    for k,v in self._set_here.items():
-        if k not in default: raise OptionError(k, v, 'a Learner does not ask for it. HINT: it is for loops of your own')
-    opts = {k:v for k,v in self.asked.items() if k not in ('mixed_precision','cpu') and not (k in fastai_has_own and v==default[k])}
-    if 'gradient_accumulation_steps' in self._set_here and opts.get('gradient_accumulation_plugin'):
-        opts['gradient_accumulation_plugin'] = replace(opts['gradient_accumulation_plugin'], num_steps=opts.pop('gradient_accumulation_steps'))
-    if self.options.get('mixed_precision')=='fp8': raise OptionError('mixed_precision', 'fp8', 'a Learner computes in bf16, fp16 or float32. HINT: one of them, or a loop of your own')
+    if self.options.get('mixed_precision')=='fp8':
+        raise OptionError('mixed_precision', 'fp8', 'a Learner computes in bf16, fp16 or float32. HINT: one of them, or a loop of your own')
+    apart = 'mixed_precision','cpu'
+    opts = {k:v for k,v in self.options.items() if k not in apart and v!=accelerate_defaults[k]}
     check_options(**opts)
-    return opts | ({'cpu':True} if self.cpu_only else {})
+    if self.cpu_only: opts['cpu'] = True
+    return opts
 
 @patch
 @contextmanager
@@ -205,23 +198,25 @@ def running(self:RankAccelerator):
     finally: self._running.remove(self)
 
 # %% ../../nbs/700_train.process.ipynb #20821ec2
+_one_meaning = [('gradient_accumulation_steps','gradient_accumulation_plugin'), ('split_batches','dataloader_config'),
+    ('dynamo_backend','dynamo_plugin'), ('project_dir','project_config')]
+
 class ContextOptions:
     "Options of a Learner's context: those of the Accelerator whose function runs, and over them the context's own"
     def __init__(self,
         own:dict # As a user gave them to the context
     ):
-        acc = RankAccelerator._running[-1] if RankAccelerator._running else None
-        given = acc.learner_options() if acc else {}
-        self.precision,self.dtype = (str(acc.options.get('mixed_precision') or ''),acc.dtype) if acc else ('',None)
+        self.precision,self.dtype,self.patience,given = '',None,None,{}
+        if RankAccelerator._running:
+            acc = RankAccelerator._running[-1]
+            given,self.precision,self.dtype = acc.learner_options(),str(acc.options.get('mixed_precision') or ''),acc.dtype
         for pair in _one_meaning:
-            if any(k in own for k in pair): given = {k:v for k,v in given.items() if k not in pair}
+            if set(pair) & set(own): given = {k:v for k,v in given.items() if k not in pair}
         group = handler_of(given.get('kwargs_handlers'), InitProcessGroupKwargs)
-        if group: given['kwargs_handlers'] = [h for h in given['kwargs_handlers'] if h is not group]
-        self.patience = group.timeout.total_seconds() if group and group.timeout else None
+        if group:
+            given['kwargs_handlers'] = [h for h in given['kwargs_handlers'] if h is not group]
+            if group.timeout: self.patience = group.timeout.total_seconds()
         self.options = given | own
-
-_one_meaning = [('gradient_accumulation_steps','gradient_accumulation_plugin'), ('split_batches','dataloader_config'), ('dynamo_backend','dynamo_plugin'),
-    ('project_dir','project_config')]
 
 # %% ../../nbs/700_train.process.ipynb #32e3fdd7
 class CastBatch(Callback):
@@ -237,6 +232,15 @@ class CastBatch(Callback):
 
 # %% ../../nbs/700_train.process.ipynb #20821ec0
 @patch
+def _name_rank(self:RankAccelerator, rank):
+    "Write `rank` to the environment, where no launcher has"
+    w,n = this_world(),self._nprocs
+    if rank is None or w.source!='one process' and w.rank==rank: return
+    if w.source!='one process': raise WorldError(f'You set up rank {rank}, but {w.source} says {w.rank}. HINT: leave the rank out')
+    addr = os.environ.get('MASTER_ADDR', '127.0.0.1')
+    if n>1: self._env = set_env(world_vars(World(rank, n, rank, n, master_addr=addr)))
+
+@patch
 def setup_process(self:RankAccelerator,
     rank:int=None # This process's rank; by default, what a launcher says
 )->bool: # Whether this call joined it
@@ -247,16 +251,6 @@ def setup_process(self:RankAccelerator,
     if self._backend=='gloo' or self.world.device.type=='cpu': how |= dict(backend=self._backend)
     self._member = Membership(self.world).join(**how)
     return True
-
-@patch
-def _name_rank(self:RankAccelerator, rank):
-    "Write `rank` to the environment, where no launcher has"
-    w = this_world()
-    if rank is None or w.source!='one process' and w.rank==rank: return
-    if w.source!='one process': raise WorldError(f'You set up rank {rank}, but {w.source} says {w.rank}. HINT: leave the rank out')
-    n = self._nprocs
-    env = world_vars(World(rank, n, rank, n, master_addr=os.environ.get('MASTER_ADDR', '127.0.0.1'))) if n>1 else {}
-    self._env = set_env(env)
 
 # %% ../../nbs/700_train.process.ipynb #0289d817
 @patch
@@ -284,29 +278,20 @@ def live(self:RankAccelerator)->HFAccelerator:
     owned = not has_state()
     options = {k:v for k,v in self.options.items() if k!='cpu'}
     self._acc = open_accelerate(self.world, cpu_fp16=True, **options)
-    for k,v in self._set_here.items(): setattr(self._acc, k, v)
     self._owned = owned
     return self._acc
-
-# %% ../../nbs/700_train.process.ipynb #a2a89ffe
-@patch
-def adopt(self:RankAccelerator,
-    member:Membership, # Of this process, or `None` to forget it
-    acc:HFAccelerator # Owned by the caller, who will restore its state
-):
-    "Use a process group and an Accelerate object that the caller owns and closes"
-    self._member,self._acc,self._owned = member,acc,False
 
 # %% ../../nbs/700_train.process.ipynb #f6b9c437
 @patch
 def _share(self:RankAccelerator, o):
     "Return `o` prepared where Accelerate does not know it; a model on this rank's device, in its precision"
     w = self.world
-    if isinstance(o, dict) and o and all(isinstance(v, (DataLoader,TorchLoader)) for v in o.values()): return {k:self.prepare(v) for k,v in o.items()}
-    if isinstance(o, TorchLoader) and own_ways(o): return DistributedDL(o, device=w.device)
-    if isinstance(o, DataLoader): return DistributedDL(o, device=w.device) if w.size>1 and not isinstance(o, DistributedDL) else o
+    if isinstance(o, dict) and o and all(isinstance(v, (DataLoader,TorchLoader)) for v in o.values()):
+        return {k:self.prepare(v) for k,v in o.items()}
+    if isinstance(o, DistributedDL): return o
+    if isinstance(o, TorchLoader) and own_ways(o) or isinstance(o, DataLoader) and w.size>1: return DistributedDL(o, device=w.device)
     if isinstance(o, nn.Module): return o.to(device=w.device, dtype=self.dtype)
-    if isinstance(vars(o).get('dataloaders') if hasattr(o, '__dict__') else None, dict): # perceptrain's loader of several
+    if isinstance(getattr(o, '__dict__', {}).get('dataloaders'), dict): # perceptrain's loader of several
         o = copy(o)
         o.dataloaders = self._share(o.dataloaders)
     if isinstance(o, TorchLoader) and isinstance(o.sampler, DistributedSampler):
@@ -327,8 +312,8 @@ def prepare(self:RankAccelerator,
     with accelerate_env(self.world, cpu_fp16=True): res = live.prepare(*shares, **kwargs)
     for was,new in zip(objs, [res] if len(objs)==1 else res):
         if isinstance(new, DistributedDataParallel): _hold_group(new)
-        if isinstance(new, DistributedDL): continue
-        if new is not was and isinstance(was, TorchLoader) and was.batch_size: new.batch_size = was.batch_size//(self.world.size if live.split_batches else 1)
+        if new is was or isinstance(new, DistributedDL) or not isinstance(was, TorchLoader): continue
+        if was.batch_size: new.batch_size = was.batch_size//(self.world.size if live.split_batches else 1)
     return res
 
 @patch
@@ -344,6 +329,11 @@ def prepare_batch(self:RankAccelerator,
 # %% ../../nbs/700_train.process.ipynb #7615a24e
 _ops = dict(mean='sum', avg='sum', sum='sum', max='max', min='min')
 
+def _as(v, t, mean):
+    "Return `t` in the form of `v`; the mean of whole numbers is a float"
+    if isinstance(v, Tensor): return t.view(v.shape).to(torch.get_default_dtype() if mean and not v.is_floating_point() else v.dtype)
+    return t.item() if mean else type(v)(t.item())
+
 @patch
 def all_reduce_dict(self:RankAccelerator,
     d:dict, # Name -> number or tensor, the same names and shapes on all ranks
@@ -351,18 +341,14 @@ def all_reduce_dict(self:RankAccelerator,
 )->dict: # Tensors lie on `log_device`
     "Return the values of `d`, reduced over all ranks in double precision, in one collective"
     check_choice('op', op, tuple(_ops))
-    if self.world.size==1: return dict(d)
+    if self.world.size==1 or not d: return dict(d)
     self.setup_process()
-    flat = [torch.as_tensor(d[k]).detach().to(self.log_device, torch.float64).flatten() for k in sorted(d)]
-    t = all_reduce(torch.cat(flat), _ops[op]) if flat else None
-    if flat and op in ('mean','avg'): t /= self.world.size
-    parts = dict(zip(sorted(d), t.split([len(o) for o in flat]))) if flat else {}
-    return {k:_as(v, parts[k], op in ('mean','avg')) for k,v in d.items()}
-
-def _as(v, t, mean):
-    "Return `t` in the form of `v`"
-    if not isinstance(v, Tensor): return t.item() if mean or isinstance(v, float) else type(v)(t.item())
-    return t.view(v.shape).to(torch.get_default_dtype() if mean and not v.is_floating_point() else v.dtype)
+    names,mean = sorted(d),op in ('mean','avg')
+    flat = [torch.as_tensor(d[k]).detach().to(self.log_device, torch.float64).flatten() for k in names]
+    t = all_reduce(torch.cat(flat), _ops[op])
+    if mean: t /= self.world.size
+    parts = dict(zip(names, t.split([len(o) for o in flat])))
+    return {k:_as(v, parts[k], mean) for k,v in d.items()}
 
 @patch
 def broadcast(self:RankAccelerator,

@@ -184,7 +184,7 @@ def test_the_head_shows_the_error_of_a_rank_once():
     test_eq(sum('script.py' in o for o,_ in frames(err)), 3)
     assert len(err.splitlines())<25 and len(frames(err))<6
 
-@pytest.mark.parametrize('how,files', [('',['test_launch_user.py']*2), ('full',['rank.py','accelerator.py','accelerator.py','test_launch_user.py','foundation.py'])])
+@pytest.mark.parametrize('how,files', [('',['test_launch_user.py']*2), ('full',['fork.py','accelerator.py','accelerator.py','test_launch_user.py','foundation.py'])])
 def test_every_frame_is_shown_to_who_asks(monkeypatch, how, files):
     monkeypatch.setenv('FASTDIST_TRACEBACK', how)
     try: cpu(nprocs=2).distribute(lambda: L(1).map(lambda o: 1/0), start='fork')()

@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastcore.test import test_eq,test_close,expect_fail
 from fastdist import *
-from fastdist.launch.accelerate import has_state
+from fastdist.launch.options import has_state
 from fastdist.base.errors import HomeError
 from learners import digits
 from procs import *

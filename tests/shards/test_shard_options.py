@@ -13,9 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy,MixedPrecision,MixedPrecisio
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy,size_based_auto_wrap_policy,transformer_auto_wrap_policy
 from fastcore.test import expect_fail,test_eq
 from fastdist import *
-from fastdist.launch.accelerate import ProcessAccelerator,forget_state,has_state,open_accelerate
 from fastdist.base.errors import OptionError
-from fastdist.launch.options import check_env,check_options
+from fastdist.launch.options import ProcessAccelerator,check_env,check_options,forget_state,has_state,open_accelerate
 from fastdist.shard.plan import ShardPlan,shard_plan
 from fastdist.launch.group import this_world
 from fastdist.launch.world import World
