@@ -40,7 +40,8 @@ def job_folders(
 )->list: # Folders; a new job is in the first that can be written
     "Return where jobs are: `FASTDIST_JOBS`, or the user's state and a temporary folder"
     if 'FASTDIST_JOBS' in env: return [Path(env['FASTDIST_JOBS'])]
-    return [xdg_state_home()/'fastdist/jobs', Path(tempfile.gettempdir())/f'fastdist-jobs-{getattr(os, "getuid", lambda: "")()}']
+    user = getattr(os, 'getuid', lambda: '')()
+    return [xdg_state_home()/'fastdist/jobs', Path(tempfile.gettempdir())/f'fastdist-jobs-{user}']
 
 def new_folder(
     name:str, # Of the job
@@ -48,20 +49,31 @@ def new_folder(
 )->Path:
     "Return a new folder for a job, which only this user can read; raise `OptionError` if there is one of that name"
     if not re.fullmatch(r'[\w.-]+', name): raise OptionError('detach', name, must='a name of letters, digits, points and hyphens')
-    for o in job_folders(env):
-        with suppress(PermissionError, OSError if o!=job_folders(env)[-1] else ()):
+    *others,last = job_folders(env)
+    for o in (*others,last):
+        try:
             o.mkdir(mode=0o700, parents=True, exist_ok=True)
-            try: (o/name).mkdir(mode=0o700)
-            except FileExistsError: raise OptionError('detach', name, f'there is a job of that name in {o}. HINT: another name, or Accelerator.attach({name!r}).delete()') from None
+            (o/name).mkdir(mode=0o700)
             return o/name
+        except FileExistsError:
+            raise OptionError('detach', name, f'there is a job of that name in {o}. HINT: another name, or Accelerator.attach({name!r}).delete()') from None
+        except OSError:
+            if o==last: raise
 
 def find_folder(name:str, env:dict)->Path:
     "Return the folder of the job `name`; raise `FileNotFoundError` that names those that there are"
     known = {p.parent.name:p.parent for o in job_folders(env) for p in sorted(o.glob('*/job.json'), key=os.path.getmtime)}
     if name in known: return known[name]
-    raise FileNotFoundError(f'There is no job {name} in {job_folders(env)[0]}. HINT: {", ".join([*known][-10:]) or "no job was detached by this user on this machine"}')
+    there = ', '.join([*known][-10:]) or 'no job was detached by this user on this machine'
+    raise FileNotFoundError(f'There is no job {name} in {job_folders(env)[0]}. HINT: {there}')
 
 # %% ../../nbs/020_launch.detached.ipynb #6ccf2ab0
+def _write_failure(e, d):
+    "Write an error that says the same in another process"
+    if not isinstance(e, (RankError,OptionError,HomeError,EngineError)): e = RankError(None, traceback_text(e), shown=False)
+    (d/'failure.part').write_bytes(pickle.dumps(e))
+    (d/'failure.part').replace(d/'failure')
+
 def be_detached(
     d:str # The job's folder
 ):
@@ -77,22 +89,17 @@ def be_detached(
     except BaseException as e: _write_failure(e, d)
     finally: (d/'call').unlink(missing_ok=True)
 
-def _write_failure(e, d):
-    "Write an error that says the same in another process"
-    known = e if isinstance(e, (RankError,OptionError,HomeError,EngineError)) else None
-    (d/'failure.part').write_bytes(pickle.dumps(known or RankError(None, traceback_text(e), shown=False)))
-    (d/'failure.part').replace(d/'failure')
-
 # %% ../../nbs/020_launch.detached.ipynb #fd5f8441
-def _began(pid):
-    "Return when process `pid` began, in ticks since this machine did, where Linux says so; `None` where there is no such process"
-    try: state,began = itemgetter(0,19)(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split())
-    except OSError: return None if Path('/proc/self').exists() or not _signalled(pid, 0) else ''
-    return None if state=='Z' else began
-
 def _signalled(pid, signum):
     with suppress(OSError): return os.kill(pid, signum) is None
     return False
+
+def _began(pid):
+    "Return when process `pid` began, in ticks since this machine did, where Linux says so; `None` where there is no such process"
+    if not Path('/proc/self').exists(): return '' if _signalled(pid, 0) else None
+    with suppress(OSError):
+        state,began = itemgetter(0,19)(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split())
+        if state!='Z': return began
 
 _module = Launcher.__module__.rpartition('.')[0]+'.detached' # this module: a notebook's `__name__` would be another
 
@@ -107,9 +114,11 @@ def start_detached(
     except BaseException:
         rmtree(d)
         raise
-    code,env = f'import sys; sys.path[:0] = {own_path()!r}; from {_module} import be_detached; be_detached({str(d)!r})',os.environ|dict(PYTHONUNBUFFERED='1')
-    with open(d/'log', 'w') as log: p = subprocess.Popen([sys.executable,'-c',code], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=env)
-    (d/'job.json').write_text(json.dumps(dict(name=name, pid=p.pid, began=_began(p.pid), when=time.strftime('%F %T'), calls=what)))
+    code = f'import sys; sys.path[:0] = {own_path()!r}; from {_module} import be_detached; be_detached({str(d)!r})'
+    how = dict(stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ|dict(PYTHONUNBUFFERED='1'))
+    with open(d/'log', 'w') as log: p = subprocess.Popen([sys.executable,'-c',code], stdout=log, stderr=log, **how)
+    info = dict(name=name, pid=p.pid, began=_began(p.pid), when=time.strftime('%F %T'), calls=what)
+    (d/'job.json').write_text(json.dumps(info))
     return d
 
 # %% ../../nbs/020_launch.detached.ipynb #a0af4430
@@ -125,20 +134,22 @@ class DetachedJob:
     @property
     def status(self)->str:
         "'running', 'done', 'failed', 'cancelled', or 'gone' where its process ended without a word"
-        res = self._ended() or ('running' if _began(self.info['pid'])==self.info['began'] else self._ended() or 'gone')
+        running = _began(self.info['pid'])==self.info['began'] # else the number is another process's
+        res = self._ended() or ('running' if running else 'gone')
         return 'cancelled' if res in ('failed','gone') and (self.d/'cancelled').exists() else res
     def _ended(self): return first(k for k,f in (('done','result'),('failed','failure')) if (self.d/f).exists())
     def __repr__(self): return f'{self.name}: {self.status}, began {self.info["when"]}, {self.info["calls"]}'
 
     def log(self)->str:
         "Return what the job has printed; of a line that was written again and again, as a progress bar is, the last"
-        return '\n'.join(o.rstrip('\r').rpartition('\r')[2].rstrip() for o in (self.d/'log').read_bytes().decode(errors='replace').split('\n'))
+        lines = (self.d/'log').read_bytes().decode(errors='replace').split('\n')
+        return '\n'.join(o.rstrip('\r').rpartition('\r')[2].rstrip() for o in lines)
 
     def wait(self,
         timeout:float=None # Seconds; for ever by default
     )->'DetachedJob': # Itself
         "Wait until the job has ended; raise `TimeoutError` if that takes longer than `timeout`"
-        end = time.monotonic()+(float('inf') if timeout is None else timeout)
+        end = time.monotonic()+ifnone(timeout, float('inf'))
         while self.status=='running':
             if time.monotonic()>end: raise TimeoutError(f'{self.name} still runs after {timeout} s')
             time.sleep(0.1)
@@ -149,7 +160,7 @@ class DetachedJob:
     ):
         "End the job and its ranks, as Ctrl-C would; it can be called at any time"
         if self.status=='running': (self.d/'cancelled').touch()
-        for sig in (signal.SIGINT,signal.SIGTERM,getattr(signal, 'SIGKILL', signal.SIGTERM)):
+        for sig in (signal.SIGINT,signal.SIGTERM,signal.SIGKILL):
             if self.status=='running': _signalled(self.info['pid'], sig)
             with suppress(TimeoutError): return self.wait(grace/2)
 

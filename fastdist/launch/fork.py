@@ -327,9 +327,9 @@ def _wait(ranks, timeout):
 
 def _error(failed, d):
     "Return the error of a rank that failed by itself, else that of `failed`"
-    found = sorted([read(p) for p in d.glob('failure*')], key=lambda o: (not o.own,o.time))
-    if found and (found[0].own or any(o.rank==failed.rank for o in found)):
-        return RankError(found[0].rank, found[0].text, shown=False)
+    found = sorted(map(read, d.glob('failure*')), key=lambda o: (not o.own,o.time))
+    known = any(o.own or o.rank==failed.rank for o in found)
+    if known: return RankError(found[0].rank, found[0].text, shown=False)
     return RankError(failed.rank, how_ended(failed.exitcode), shown=False)
 
 # %% ../../nbs/009_launch.fork.ipynb #a9010e66

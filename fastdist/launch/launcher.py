@@ -241,7 +241,7 @@ class Ranks:
 
     def failure(self)->BaseException:
         "Return the first error that was not caused by another rank, or the `SystemExit` of a rank that ended the program"
-        found = sorted([read(f) for f in self.d.glob('failure*')], key=lambda o: o.time)
+        found = sorted(map(read, self.d.glob('failure*')), key=attrgetter('time'))
         own,failed = [o for o in found if o.own],[o for o in self.all if o.exitcode]
         if own: return self._first_of(own)
         if not failed: return Preempted(found[0].signum)
@@ -287,8 +287,9 @@ def passed_on(
     try:
         with SharedSignal(signal.SIGTERM, pass_on, may_replace), SharedSignal(signal_number('SIGUSR1'), pass_on, may_replace): yield
     finally:
-        codes = [o.exitcode for o in ranks]
-        died += [s for s in got if -s in codes or s==signal.SIGTERM and in_shell()]
+        deadly = {-o.exitcode for o in ranks if o.exitcode}
+        if in_shell(): deadly.add(signal.SIGTERM)
+        died += [s for s in got if s in deadly]
 
 # %% ../../nbs/016_launch.launcher.ipynb #876ca9fc
 class EngineError(RuntimeError):
@@ -523,7 +524,8 @@ class Launcher:
         ways = [own, *(o.answer()[0]['ways'] for o in rest)]
         for a in at:
             if all(a in w for w in ways): return a,msg['port'],[w[a] for w in ways]
-        lost = [o.name for o,w in zip(self.agents, ways) if not w] or [o.name for o in rest]
+        lost = [o.name for o,w in zip(self.agents, ways) if not w]
+        if not lost: lost = [o.name for o in rest]
         raise EngineError(f'{", ".join(lost)} cannot reach {first_.name}, where rank 0 is, at any of {", ".join(at)}. '
             'HINT: open the ports between the machines, or name first a machine that all reach')
 

@@ -307,8 +307,9 @@ def check_dtype(
     dtype:torch.dtype # Of models and of float data; `None` leaves theirs
 ):
     "Raise `OptionError` unless models can have the type `dtype`"
-    if dtype is None or isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex): return
-    raise OptionError('dtype', dtype, must='a floating point or complex dtype of torch')
+    if dtype is None: return
+    if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
+        raise OptionError('dtype', dtype, must='a floating point or complex dtype of torch')
 
 # %% ../../nbs/010_launch.options.ipynb #356c69a5
 def handler_of(

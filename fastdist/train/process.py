@@ -184,7 +184,7 @@ def learner_options(self:RankAccelerator)->dict:
     if self.options.get('mixed_precision')=='fp8':
         raise OptionError('mixed_precision', 'fp8', 'a Learner computes in bf16, fp16 or float32. HINT: one of them, or a loop of your own')
     apart = 'mixed_precision','cpu'
-    opts = {k:v for k,v in self.options.items() if k not in apart and v!=accelerate_defaults[k]}
+    opts = {k:v for k,v in self.options.items() if k not in apart and v!=accelerate_defaults.get(k)}
     check_options(**opts)
     if self.cpu_only: opts['cpu'] = True
     return opts
@@ -289,7 +289,8 @@ def _share(self:RankAccelerator, o):
     if isinstance(o, dict) and o and all(isinstance(v, (DataLoader,TorchLoader)) for v in o.values()):
         return {k:self.prepare(v) for k,v in o.items()}
     if isinstance(o, DistributedDL): return o
-    if isinstance(o, TorchLoader) and own_ways(o) or isinstance(o, DataLoader) and w.size>1: return DistributedDL(o, device=w.device)
+    if isinstance(o, DataLoader): return DistributedDL(o, device=w.device) if w.size>1 else o
+    if isinstance(o, TorchLoader) and own_ways(o): return DistributedDL(o, device=w.device)
     if isinstance(o, nn.Module): return o.to(device=w.device, dtype=self.dtype)
     if isinstance(getattr(o, '__dict__', {}).get('dataloaders'), dict): # perceptrain's loader of several
         o = copy(o)
