@@ -93,9 +93,8 @@ Modules:
 - `fastdist.state.progress`: What a fit has changed, as values from which another process resumes
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit: models, and what callbacks and modules hold beside
 - `fastdist.state.resume`: Where a fit stands: done, cut off, or new; and how it goes on from a state
-- `fastdist.state.returned`: What ranks have trained, written into the objects of the parent process
 - `fastdist.state.serialize`: Nested values as JSON and named tensors, many scalars as one tensor
-- `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared
+- `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared, returned to the parent process
 - `fastdist.tools.checks`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.tools.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
 - `fastdist.tools.desync`: A callback that finds the step after which ranks no longer train the same model

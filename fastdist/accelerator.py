@@ -39,7 +39,6 @@ from .launch.ray import *
 from .launch.detached import *
 from .comm.collectives import *
 from .state.snapshot import *
-from .state.returned import *
 from .train.process import *
 from .learner import *
 

@@ -1,4 +1,4 @@
-"""The state of a Learner as one value: taken, put back, compared
+"""The state of a Learner as one value: taken, put back, compared, returned to the parent process
 
 Several parts need the state of a Learner at some moment. Ranks return to the parent process what they have trained, a search for a learning rate goes back to where it began, a checkpoint holds it
 until tomorrow. It is more than weights: the state and the hyperparameters of the optimizer, which parameters are frozen, the recorder's curve and table, what a callback
@@ -16,14 +16,16 @@ or of a list of them is as good as the original; a copy of what others hold too 
 # %% auto #0
 __all__ = ['passing', 'as_held', 'Kind', 'kind_of', 'attributes', 'set_attributes', 'changed', 'preserved', 'held_state',
            'is_trainable', 'model_and_opt', 'form', 'form_changes', 'named_callbacks', 'keeps_own_state', 'owners',
-           'held_with_state', 'ModelState', 'param_lists', 'OptimizerState', 'RestState', 'LearnerState']
+           'held_with_state', 'ModelState', 'param_lists', 'OptimizerState', 'RestState', 'LearnerState', 'can_pickle',
+           'returned_state', 'put_returned', 'CallbackChanges']
 
 # %% ../../nbs/401_state.snapshot.ipynb #d1cf1df0
-import numpy as np
+import cloudpickle,os,tempfile,numpy as np
 from collections import defaultdict
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager,nullcontext,suppress
 from contextvars import ContextVar
 from enum import IntEnum
+from hashlib import blake2b
 from io import IOBase
 from itertools import chain
 from operator import itemgetter
@@ -36,6 +38,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader
 from ..base.errors import *
 from ..base.values import *
+from ..launch.pickling import *
 from ..comm.job import *
 from ..comm.rng import *
 from ..data.loader import *
@@ -364,3 +367,108 @@ class LearnerState(dict):
     )->list: # Of a name, the value in `was` and the value here; one may be `absent`
         "Return the values in which this state differs from `was`, those in lists and dicts each by its name"
         return differences(was, self)
+
+# %% ../../nbs/401_state.snapshot.ipynb #e0ef492d
+def can_pickle(
+    o # Anything
+)->bool:
+    "Return whether cloudpickle can write `o`"
+    with suppress(Exception): return bool(cloudpickle.dumps(o))
+    return False
+
+def _only_picklable(values):
+    "Return `values` without those that cannot be pickled"
+    uncertain = {k:v for k,v in values.items() if kind_of(v)!=Kind.value}
+    if can_pickle(uncertain): return values
+    return {k:v for k,v in values.items() if k not in uncertain or can_pickle(v)}
+
+# %% ../../nbs/401_state.snapshot.ipynb #405a0002
+def _held(learn):
+    "Return what callbacks hold that has a state: modules of their own, else states"
+    mine,res = {id(p) for p in learn.model.parameters()},{}
+    for k,v in held_with_state(learn).items():
+        whole = isinstance(v, nn.Module) and not any(id(p) in mine for p in v.parameters())
+        if whole and can_pickle(v): res[k] = v
+        elif can_pickle(v.state_dict()): res[k] = v.state_dict()
+    return res
+
+def returned_state(
+    o # A Learner, or an object with `model` and `optimizer`, on rank 0
+)->LearnerState: # With a part `held`: what callbacks hold besides
+    "Return the state of `o` that the parent process needs"
+    res = LearnerState.take(o)
+    for part in ('at','attrs'): res[part] = _only_picklable(res.get(part, {}))
+    res['cbs'] = {k:_only_picklable(v) for k,v in res.get('cbs', {}).items()}
+    res['held'] = _held(o) if isinstance(o, Learner) else {}
+    return res
+
+# %% ../../nbs/401_state.snapshot.ipynb #405a0006
+def _put_held(learn, name, v):
+    "Write `v` from `_held` into what `learn` has by that `name`, or make it that"
+    mine,state = held_with_state(learn).get(name),v.state_dict() if isinstance(v, nn.Module) else v
+    shapes = lambda d: {k:getattr(t, 'shape', None) for k,t in d.items()}
+    if mine is not None and shapes(mine.state_dict())==shapes(state): return mine.load_state_dict(state)
+    owner,_,attr = name.rpartition('.')
+    if v is state or owner not in owners(learn): return
+    device = first(p.device for p in learn.model.parameters())
+    for t in chain(v.parameters(), v.buffers()): t.data = t.data.clone().to(device)
+    setattr(owners(learn)[owner], attr, v)
+
+# %% ../../nbs/401_state.snapshot.ipynb #4ea5d1e9
+def _write_new(state):
+    "Write `state` to a new file, here or where files are temporary, and return its path"
+    for d in (os.getcwd(), tempfile.gettempdir()):
+        with suppress(OSError):
+            fd,path = tempfile.mkstemp('.pth', 'fastdist-came-back-', d)
+            os.close(fd)
+            write(state, path)
+            return path
+
+def _shapes(state): return {n:state['form'][n] for n in chain(state['modes'], state['grads'])}
+
+def _misfit(o, state):
+    "Return in words why `o` cannot have `state`, '' if it can"
+    mine = LearnerState.take(o, 'form', 'modes', 'grads', 'groups')
+    why = form_changes(_shapes(mine), _shapes(state))
+    here,there = [s['groups']['names'] or [] for s in (mine,state)]
+    fits = not here or [*map(len, here)]==[*map(len, there)]
+    if why or fits or None not in chain(*there): return why
+    return "the optimizer steps parameters that are not the model's, and other ones than here"
+
+# %% ../../nbs/401_state.snapshot.ipynb #4ea5d1ea
+def put_returned(
+    *pairs # Of a Learner, or an object with `model` and `optimizer`, in the parent, and of what `returned_state` returned
+):
+    "Write states into objects; raise `HomeError` and write nothing unless all fit"
+    for o,state in pairs:
+        why = _misfit(o, state)
+        if not why: continue
+        others = [dict(s) for _,s in pairs if s is not state]
+        raise HomeError(why, _write_new(dict(state, others=others) if others else dict(state)))
+    for o,state in pairs:
+        LearnerState(state).put(o)
+        for k,v in state['held'].items(): _put_held(o, k, v)
+
+# %% ../../nbs/401_state.snapshot.ipynb #118cc68c
+def _is_part(o): return not isinstance(o, (type,FunctionType,MethodType)) and kind_of(o)==Kind.refers
+
+def _digests(cb):
+    "Return attribute -> hash of its pickle, for values of `cb`, and objects of a user's callback that hold no part of a Learner"
+    res = {}
+    for k,v in vars(cb).items():
+        kind = kind_of(v)
+        if k in passing or kind==Kind.refers or kind==Kind.other and of_library(type(cb).__module__): continue
+        with suppress(Exception):
+            if kind==Kind.value or not found(v, _is_part): res[k] = blake2b(dumps(v)).digest()
+    return res
+
+# %% ../../nbs/401_state.snapshot.ipynb #d7326a05
+class CallbackChanges:
+    "What callbacks change from now on"
+    def __init__(self,
+        cbs:list # Callbacks
+    ): self.cbs,self.was = cbs,list(map(_digests, cbs))
+
+    def now(self)->list: # For each callback a dict: attribute -> value
+        "Return what they hold that was not there before, or was another value"
+        return [{k:vars(cb)[k] for k,v in _digests(cb).items() if was.get(k)!=v} for cb,was in zip(self.cbs, self.was)]

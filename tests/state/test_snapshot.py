@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastdist import *
 from fastdist.comm.rng import rank0_random
 from fastdist.launch.pickling import read,write
-from fastdist.state.returned import put_returned,returned_state
+from fastdist.state.snapshot import put_returned,returned_state
 from learners import digits
 
 Range = namedtuple('Range', 'low high')
