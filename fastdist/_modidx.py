@@ -22,6 +22,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/accelerator.py'),
                                       'fastdist.accelerator.Call': ('accelerator.html#call', 'fastdist/accelerator.py'),
                                       'fastdist.accelerator.Call.__init__': ('accelerator.html#call.__init__', 'fastdist/accelerator.py'),
+                                      'fastdist.accelerator.Call.instance': ('accelerator.html#call.instance', 'fastdist/accelerator.py'),
                                       'fastdist.accelerator.Call.put': ('accelerator.html#call.put', 'fastdist/accelerator.py'),
                                       'fastdist.accelerator.Call.trained': ('accelerator.html#call.trained', 'fastdist/accelerator.py'),
                                       'fastdist.accelerator.TrainedPair': ('accelerator.html#trainedpair', 'fastdist/accelerator.py'),

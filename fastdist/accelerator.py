@@ -65,13 +65,13 @@ def trainable_instance(fun, args):
 
 # %% ../nbs/902_accelerator.ipynb #90200005
 class Call:
-    "A function with its arguments, the objects that it could train (`held`), the first of them its `instance`, and its callbacks (`cbs`)"
+    "A function with its arguments, the objects that it could train (`held`), its `instance` the first, and its callbacks (`cbs`)"
     def __init__(self,
         instance, # Object that `fun` is a method of, and that trains; or `None`
         fun:callable, args:tuple, kwargs:dict, # As for `Accelerator.worker`
         by_name:bool # Whether ranks have this process's modules
     ):
-        self.instance,self.fun,self.args,self.kwargs = instance,fun,args,kwargs
+        self.fun,self.args,self.kwargs,self.is_method = fun,args,kwargs,instance is not None # in this order paths of what cannot be sent begin with `fun`
         call = partial(fun, *args, **kwargs)
         there = list(found(call, _trains, by_name).values())
         other = [k for k,o in found(call, _trains, True).items() if not any(o is v for v in there)]
@@ -83,6 +83,11 @@ class Call:
         cbs = [cb for o in self.held if isinstance(o, Learner) for cb in o.cbs if not of_library(type(cb).__module__)]
         cbs += filter(_is_callback, found(call, lambda o: _is_callback(o) or _trains(o), by_name).values())
         self.cbs = list({id(o):o for o in cbs}.values())
+
+    @property
+    def instance(self):
+        "Object that `fun` is a method of, or `None`"
+        return self.held[0] if self.is_method else None
 
     def trained(self,
         changes:CallbackChanges # Of `cbs`
