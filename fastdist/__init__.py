@@ -42,8 +42,6 @@ Modules:
 - `fastdist.data.sharding`: The samples of each rank, by arithmetic on an order that all ranks share
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
-- `fastdist.evaluate.chunks`: Texts that a classifier reads in chunks, of which a rank has some
-- `fastdist.evaluate.drawn`: The shapes in which a model draws, by a trial with two numbers of rows
 - `fastdist.evaluate.evaluate`: Validation losses, metrics and predictions, as one process would have them
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
 - `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process

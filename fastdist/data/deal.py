@@ -212,7 +212,7 @@ class GivenDeal(Deal):
 # %% ../../nbs/202_data.deal.ipynb #7b433e4c
 class Pass:
     "One pass over a loader: from which batch on, how far it is, and whether ranks draw its order together"
-    joint,broadcast,rank_orders,past,done,seeds,lens = False,None,None,0,0,None,None # `lens`: lengths of all texts, in the global order
+    joint,broadcast,rank_orders,past,done,seeds = False,None,None,0,0,None
     def __init__(self,
         at:int=0, # Batch of this rank with which it begins
         then:callable=noop, # Called once, before anything of that batch is computed in this process

@@ -14,8 +14,7 @@ from a data worker, with the size of its global batch, from which weights and pl
 
 # %% auto #0
 __all__ = ['rebatched', 'with_bs', 'FastaiSource', 'skipped', 'batch_tensors', 'rows_match', 'n_rows', 'slice_rows', 'other_rows',
-           'grows_with', 'lens_in', 'Reader', 'Indexed', 'Endless', 'Stream', 'counted', 'own_ways', 'Whole',
-           'fastai_source']
+           'grows_with', 'Reader', 'Indexed', 'Endless', 'Stream', 'counted', 'own_ways', 'Whole', 'fastai_source']
 
 # %% ../../nbs/204_data.source.ipynb #e0512c1c
 import random,torch,numpy as np
@@ -233,14 +232,6 @@ def _lengths(dl, idxs):
     lens = getattr(dl, 'res', None) if hasattr(dl, 'sort_func') else None
     return None if lens is None else [lens[i] for i in idxs]
 
-def lens_in(
-    deal:Deal, # Of a pass
-    lens:list, # Of all its texts, in the global order
-    k:int # Number of a batch
-)->list:
-    "Return the lengths of the texts that all ranks have in batch `k`"
-    return lens[k*deal.g:(k+1)*deal.g]
-
 def _are_numbers(items, idxs): return set(map(type, items))=={int} and items==list(idxs)
 
 # %% ../../nbs/204_data.source.ipynb #6a95d9bd
@@ -275,13 +266,13 @@ class Reader:
         if len(res)<len(idxs): raise skipped(len(idxs)-len(res), idxs)
         return res
 
-    def _drawing(self, rows): return nullcontext() if self.seeds is None else drawing_rows(rows)
+    def _drawing(self, rows): return nullcontext() if self.seeds is None else self.collate.rows(rows)
 
     def _padding(self, k):
         "Return a context manager in which texts are padded to the longest that any rank has in batch `k`"
         dl = self.maker
         if not self.lens or self.deal.ranks.size==1 or is_empty(dl, 'before_batch'): return nullcontext()
-        return overridden(dl, before_batch=partial(padded_to, dl.before_batch, max(lens_in(self.deal, self.lens, k))))
+        return overridden(dl, before_batch=partial(padded_to, dl.before_batch, max(self.lens[k*self.deal.g:(k+1)*self.deal.g])))
 
     def _rows(self, k, idxs, items):
         "Return the rows of this rank in batch `k`, made of its `items` where these tell"
@@ -336,7 +327,7 @@ class Indexed(FastaiSource):
         idxs = p.order(partial(self.as_one, global_order), self.maker)
         p.deal,done,reader = self.deal.of(idxs),p.skip*self.deal.each,self.reader
         if p.seeds: self.places = p.deal.positions(self.deal.ranks.rank)[done:]
-        p.lens = reader.lens = _lengths(self.maker, idxs)
+        reader.lens = _lengths(self.maker, idxs)
         reader.deal,reader.order = p.deal,None if self.alone or makes_plainly(self.maker) else idxs
         return (idxs if self.alone else p.deal.own(idxs))[done:]
 
@@ -437,7 +428,7 @@ class Stream(FastaiSource):
         "Return the batch of the items `b`, at the positions `pos` among `m`; with a seed what is drawn for it is drawn for all of them"
         if not self.deal.bs: return self.maker.do_batch(b[0])
         if self.seeds is None: return self.maker.do_batch(b)
-        with drawing_rows((int(pos[0]),len(pos),m)): return self.collate(b)
+        with self.collate.rows((int(pos[0]),len(pos),m)): return self.collate(b)
 
     def _raw(self, samps):
         "Yield the samples `samps` in global batches, without transforms"

@@ -71,9 +71,9 @@ class PlacedCollate:
     def __init__(self,
         f:callable, # The user's
         data:PlacedData # Whose samples are collated
-    ): self.f,self.data = f if f is default_collate else CollateDraws(f, 'the collate function'),data
+    ): self.f,self.data = CollateDraws(f, 'the collate function'),data
     def __call__(self, b):
-        with drawing_rows(self.data.rows): return self.f(b)
+        with self.f.rows(self.data.rows): return self.f(b)
 
 # %% ../../nbs/205_data.torch_loader.ipynb #01e56623
 class CheckedCollate:
@@ -151,7 +151,7 @@ class TorchIndexed(TorchSource):
         if self.dl.batch_sampler is not None: kw['collate_fn'] = checked_collate(self.dl.collate_fn)
         if self.deal.ranks.seeded and not (type(ds) in (list,tuple,TensorDataset) and self.dl.collate_fn is default_collate):
             ds,kw['worker_init_fn'] = PlacedData(ds),InitWorker(self.dl.worker_init_fn)
-            if self.dl.batch_sampler is not None: kw['collate_fn'] = PlacedCollate(kw['collate_fn'], ds)
+            if self.dl.batch_sampler is not None and self.dl.collate_fn is not default_collate: kw['collate_fn'] = PlacedCollate(kw['collate_fn'], ds)
         return TorchLoader(ds, **how, **kw)
 
     def order(self):
@@ -162,7 +162,7 @@ class TorchIndexed(TorchSource):
         if self.starts_workers(p):
             seed = torch.empty((), dtype=torch.int64).random_(generator=self.dl.generator).item()
             self.loader.generator.manual_seed(seed-self.deal.ranks.rank)
-        if p.seeds: p.seeds.within(own=own_generators(*loader_and_samplers(self.dl), deep=False))('order') # however many workers have taken a seed
+        if p.seeds: p.seeds.within(own=[*enumerate(loader_generators(self.dl))])('order') # however many workers have taken a seed
         return self.order()
 
     def draw(self, p):

@@ -228,7 +228,7 @@ def unnoticed(
     with ExitStack() as stack:
         quiet = torch.no_grad(),warnings.catch_warnings(),redirect_stdout(io.StringIO()),_guard.on()
         refused = overridden(torch, save=_save),overridden(signal, raise_signal=_raise_signal)
-        for o in (kept_random(), drawing_as_ever(), _same_precision(), *quiet, *refused): stack.enter_context(o)
+        for o in (kept_random(), without_modes(), _same_precision(), *quiet, *refused): stack.enter_context(o)
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()
         if not together: stack.enter_context(alone(*copies))

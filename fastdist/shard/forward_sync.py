@@ -81,7 +81,7 @@ class ForwardPasses:
         f:callable # Called on rank 0, without arguments
     ):
         "Return on all ranks what `f` returns, and raise its error on all; the others gather what its forward passes gather"
-        with exchange('a probe of the model in shards'),drawing_as_ever():
+        with exchange('a probe of the model in shards'),without_modes():
             res = self._serve() if dist.get_rank() else broadcast_obj(self._result(f))
         for w in self.models.written().values(): w.reset()
         if isinstance(res, Exception): raise res

@@ -31,7 +31,6 @@ evaluate.recorder fastai.learner:Recorder after_batch
 evaluate.recorder fastai.learner:AvgMetric accumulate
 evaluate.recorder fastai.learner:AvgLoss accumulate
 evaluate.recorder fastai.learner:AvgSmoothLoss accumulate
-evaluate.chunks fastai.text.models.core:SentenceEncoder forward
 evaluate.evaluate fastai.callback.core:GatherPredsCallback before_validate after_batch after_validate
 evaluate.evaluate fastai.learner:Learner get_preds
 data.fetch fastai.data.load:DataLoader __iter__ create_batches create_item create_batch do_item do_batch chunkify retain
