@@ -186,9 +186,9 @@ def lean_ctx(self:Learner):
 @contextmanager
 def preds_on_rank0(self:Learner):
     "Return a context manager in which `get_preds` returns predictions on rank 0 alone; on other ranks it returns `None` for each of its results"
-    cbs = [cb for cb in self._grab_cbs(DistributedTrainer) if cb.evaluate is not None]
+    cbs = [cb for cb in self._grab_cbs(DistributedTrainer) if cb.parts]
     with Overrides() as overrides:
-        for cb in cbs: overrides.override(cb.evaluate, dst=0)
+        for cb in cbs: overrides.override(cb.parts.evaluate, dst=0)
         if any(cb.size>1 and cb.job.world.rank for cb in cbs): overrides.override(self, get_preds=partial(_nothing, self))
         yield self
 

@@ -38,7 +38,8 @@ class DesyncCheck(Callback):
     def before_fit(self):
         "Count steps from 0, and take over the check at the end of an epoch's training"
         self.n_steps = 0
-        for o in self.learn._grab_cbs(DistributedTrainer): o.compares = False # the end of an epoch is checked here
+        for o in self.learn._grab_cbs(DistributedTrainer):
+            if o.parts: o.parts.compares = False # the end of an epoch is checked here
     def before_train(self):
         "Note what buffers hold when the epoch begins"
         self.began = fingerprints(own_buffers(self.model)) if grouped() else {}

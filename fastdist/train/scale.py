@@ -46,8 +46,8 @@ class BatchScale:
         counted=None # $R v_r/cN$ of a mean that does not divide by samples, a number or a tensor on a GPU
     ):
         self.samples,self.size = samples,size
-        if summed: self.weight,self.denominator = (float(size) if samples else 0.),1.
-        else: self.weight = self.denominator = samples if counted is None else counted
+        self.weight = self.denominator = samples if counted is None else counted
+        if summed: self.weight,self.denominator = size*float(samples>0),1.
 
     @property
     def share(self):
@@ -61,14 +61,14 @@ class BatchScale:
         "Return weighted loss and denominator, without waiting for a GPU; a loss with weight 0 may be no number"
         l,w,d = loss.detach(),self.weight,self.denominator
         if l.ndim: l = l.mean()
-        if l.is_cpu:
-            res = torch.empty(2, dtype=torch.float32) if into is None else into
-            values = res.numpy()
-            values[0],values[1] = l.item()*w if w else 0.,d
-            return res
-        l = l.float()
-        if isinstance(w, Tensor): return torch.stack([torch.where(w>0, l*w, 0.), d.float()])
-        return torch.stack([l*w if w else torch.zeros_like(l), torch.full_like(l, d)])
+        if not l.is_cpu:
+            l = l.float()
+            w,d = [o.float() if isinstance(o, Tensor) else torch.full_like(l, o) for o in (w,d)]
+            return torch.stack([torch.where(w>0, l*w, 0.), d])
+        res = torch.empty(2, dtype=torch.float32) if into is None else into
+        values = res.numpy()
+        values[0],values[1] = l.item()*w if w else 0.,d
+        return res
 
 # %% ../../nbs/705_train.scale.ipynb #e3d0be72
 def batch_total(
@@ -114,8 +114,8 @@ class Window:
     ):
         "Return what the loss is multiplied by: $w_r s_k$, with the mean denominator of the batch where that is known"
         n,d = means
-        undone = self.callback.n_acc/find_bs(yb) if self.callback else 1.
-        return scale.weight*self.fraction*undone*n/d
+        w = scale.weight*self.fraction*n/d
+        return w*self.callback.n_acc/find_bs(yb) if self.callback else w
 
     def resume(self,
         n:int # Samples that the window has already
@@ -144,6 +144,14 @@ class AccumulateSteps(Callback):
         if not self.window().ends: raise CancelBatchException()
 
 # %% ../../nbs/705_train.scale.ipynb #dd29c6a4
+def _is_empty(b):
+    try: return find_bs(b)==0
+    except (IndexError,TypeError): return False
+
+def _one(o):
+    "Return one sample in the place of none"
+    return o.new_zeros(1, *o.shape[1:]) if isinstance(o, Tensor) and o.ndim and not len(o) else o
+
 class CurrentBatch:
     "This rank's part of the batch that a Learner is at"
     def __init__(self,
@@ -159,14 +167,13 @@ class CurrentBatch:
 
     def begin(self):
         "Begin a batch"
-        self.reduction.noted,self.empty = False,False
+        self.reduction.noted = self.empty = False
 
     def fill(self):
         "Replace a batch without samples by one sample that counts for nothing"
-        learn = self.learn
-        if not len(learn.yb) or isinstance(learn.yb[0], Tensor) and learn.yb[0].numel() or _size_of(learn.yb)!=0: return
-        one = lambda o: o.new_zeros(1, *o.shape[1:]) if isinstance(o, Tensor) and o.ndim and not len(o) else o
-        learn.xb,learn.yb,self.empty = apply(one, learn.xb),apply(one, learn.yb),True
+        xb,yb = self.learn.xb,self.learn.yb
+        if not len(yb) or isinstance(yb[0], Tensor) and yb[0].numel() or not _is_empty(yb): return
+        self.learn.xb,self.learn.yb,self.empty = apply(_one, xb),apply(_one, yb),True
 
     def _part_of(self, dl): return 0. if self.empty else getattr(dl, 'weights', {}).get(self.learn.iter, 1.)
 
@@ -178,8 +185,8 @@ class CurrentBatch:
     @property
     def divides_unevenly(self):
         "Whether the mean of the loss probably divides by something else than samples"
-        counts,f = self.reduction.kind[1],self.reduction.loss_func
-        return counts and (self.ignores or often_ignores(f, self.learn.yb[0]))
+        if not self.reduction.kind[1]: return False
+        return self.ignores or often_ignores(self.reduction.loss_func, self.learn.yb[0])
 
     def scale(self)->BatchScale:
         "Return the scale of this rank's batch, by its samples and targets of now; once a fit, ranks exchange how many targets a sample has"
@@ -189,15 +196,8 @@ class CurrentBatch:
             planned = round(samples*total/self.size)
             n = size_now(learn.xb, learn.yb, planned)
             if n!=planned: samples = n*self.size/total
-        v = self._counted(learn.yb[0]) if counts and not summed else None
-        return BatchScale(samples, self.size, summed, v*self.size/total if v is not None and samples else None)
-
-    def _counted(self, y):
-        "Return what the mean divides by on this rank, in samples; `None` for a mean over samples"
-        if self.per_sample is None: self.per_sample = 1. if y.ndim<2 else all_reduce(torch.tensor([math.prod(y.shape[1:])*1.]), 'max').item()
+        if not counts or summed: return BatchScale(samples, self.size, summed)
+        y = learn.yb[0]
+        if self.per_sample is None: self.per_sample = 1. if y.ndim<2 else all_reduce(tensor([math.prod(y.shape[1:])*1.]), 'max').item()
         v = normaliser(self.reduction.loss_func, y)
-        return None if v is None else v/self.per_sample
-
-def _size_of(b):
-    try: return find_bs(b)
-    except (IndexError,TypeError): return
+        return BatchScale(samples, self.size, counted=None if v is None or not samples else v/self.per_sample*self.size/total)

@@ -20,8 +20,8 @@ train.step fastai.learner:Learner all_batches one_batch
 parallel.foreach fastai.optimizer: sgd_step weight_decay l2_reg average_grad average_sqr_grad momentum_step rms_prop_step step_stat debias adam_step radam_step _update
 parallel.foreach fastai.optimizer:Optimizer step zero_grad
 parallel.foreach fastai.optimizer:Lookahead step
-train.lr_find fastai.callback.schedule:LRFinder before_fit after_fit
-train.lr_find fastai.callback.schedule:ParamScheduler before_fit
+train.trainer fastai.callback.schedule:LRFinder before_fit after_fit
+train.trainer fastai.callback.schedule:ParamScheduler before_fit
 train.scale fastai.callback.training:GradientAccumulation before_fit after_loss before_step
 parallel.context fastai.callback.fp16:MixedPrecision __init__ before_fit before_batch after_pred after_loss before_backward before_step after_step after_fit
 parallel.backward torch.autograd: backward
