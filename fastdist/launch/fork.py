@@ -229,6 +229,7 @@ def be_rank(
     except BaseException as e:
         write(Failure(rank, e), d/f'failure{rank}')
         raise SystemExit(0 if isinstance(e, Preempted) else 1)
+    finally: signal.signal(signal.SIGINT, signal.SIG_IGN) # a rank that is at its end would show where it was interrupted
 
 # %% ../../nbs/009_launch.fork.ipynb #0bd2aae4
 class LocalRank:
