@@ -18,11 +18,10 @@ from fastdist.comm.rng import kept_random
 from fastdist.launch.group import Membership
 from fastdist.tools.checks import _off as off
 from fastdist.tools.straggler import shown_parts
-from fastdist.shard.shard import RowCarrier
 from fastdist.parallel.ddp import Carrier,is_direct
 from fastdist.parallel.backward import each_backward
 from fastdist.parallel.foreach import lists_ctx
-from fastdist.shard.model import Shards
+from fastdist.shard.model import RowCarrier,Shards
 from work import cnn,mlp,resnet18
 
 class NotHere(Exception): "Says why a check cannot tell anything on this machine"
@@ -661,14 +660,14 @@ def sharded_step(at, carried=False, **how):
     def run(model, x, y):
         def fill(ts):
             for t in ts: t.data = t.data.to(at.device)
-        s = Shards(model, [model.first,model.body], carrier=RowCarrier(1, 1, model.head.weight) if carried else None, **how)
+        s = Shards(model, [model.first,model.body], **how|(dict(carrier=partial(RowCarrier, ranks=1, device=at.device)) if carried else {}))
         s.put_on(init_device_mesh(at.device.type, (1,), mesh_dim_names=('shard',)), fill)
         first,body,_ = s.parts
         first.set_modules_to_forward_prefetch([body])
         body.set_modules_to_backward_prefetch([first])
         with each_backward(lambda run, t, g, kw: run(t, g)): F.cross_entropy(model(x).float(), y).backward()
         grads = {p:q.grad.to_local().to(at.device) for p,q in s.params.items()}
-        s.take_off(lambda q: q.detach().to_local().to(at.device))
+        s.take_off({p:q.detach().to_local().to(at.device) for p,q in s.params.items()})
         for p,g in grads.items(): p.grad = g
     return _grads(at, run)
 

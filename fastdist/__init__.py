@@ -71,16 +71,13 @@ Modules:
 - `fastdist.parallel.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
 - `fastdist.parallel.seeding`: A Learner whose random numbers are a function of the seed, the step and the sample
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
-- `fastdist.shard.files`: Whole tensors of a file, read into shards
+- `fastdist.shard.files`: Files of a model in shards: whole tensors are read into rows, and rows are written by each rank
 - `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
-- `fastdist.shard.fsdp_private`: What FSDP adds to modules, to be taken off again, and what a unit does besides
 - `fastdist.shard.layout`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
 - `fastdist.shard.model`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.shard.optimizer`: An optimizer steps the shards of the parameters that it was made for
 - `fastdist.shard.plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`
 - `fastdist.shard.rows`: Shards are rows: which rank has which, and how they are put together
-- `fastdist.shard.shard`: When a Learner enters its context its model is cut into shards, and its optimizer gets them
-- `fastdist.shard.unshard`: What is in shards becomes whole: on all ranks when the Learner leaves its context, on rank 0 for a file
 - `fastdist.shard.wrap_policy`: Modules whose parameters are gathered together when a model is sharded
 - `fastdist.state.checkpoint`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
 - `fastdist.state.consistency`: Facts that all ranks must share when a fit begins, and samples that they must read alike

@@ -122,9 +122,11 @@ def _is_seen(mods, v):
 
 def _own(shards, mods):
     "Return for each of `mods` the attributes that are neither torch's nor those that `shards` has added"
-    others = [({*vars(nn.Module())}-{'training'}).union(*(o.names(m) for o in shards.added)) for m in mods]
-    states = [m.__reduce_ex__(2)[2] for m in mods]
-    return [{k:v for k,v in s.items() if k in vars(m) and k not in ks and not _is_seen({*mods}, v)} for m,s,ks in zip(mods, states, others)]
+    torchs,res = {*vars(nn.Module())}-{'training'},[]
+    for m in mods:
+        names = vars(m).keys()-torchs-shards.added.names(m)
+        res.append({k:v for k,v in m.__reduce_ex__(2)[2].items() if k in names and not _is_seen({*mods}, v)})
+    return res
 
 class ShardProbe:
     "Probe of a model in shards, whose modules hold copies of what is theirs in each run"

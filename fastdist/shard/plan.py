@@ -59,66 +59,74 @@ def _flag(name, v):
     try: return str2bool(v)
     except TypeError: raise OptionError(name, v, must='true or false') from None
 
-def _name(name, v, names):
+def _member(name, v, names):
     "Return the one of `names` that `v` is: a word, its number from 1, or a member of an enum"
     s = str(getattr(v, 'name', v)).upper().strip('_')
-    if s.isdigit() and 0<int(s)<=len(names): s = names[int(s)-1]
+    if s in map(str, range(1, len(names)+1)): s = names[int(s)-1]
     check_choice(name, s, tuple(names))
     return s
 
 # %% ../../nbs/600_shard.plan.ipynb #1a86327b
-def _strategy_name(name, v):
+def _strategy(name, v):
+    "Return the strategy of the first version that the value `v` of field `name` means"
     if v is None: return 'FULL_SHARD'
-    if isinstance(v, bool) or str(v).lower() in ('true','false'): return 'FULL_SHARD' if _flag(name, v) else 'SHARD_GRAD_OP'
-    return _name(name, v, FSDP_SHARDING_STRATEGY)
-
-def _strategy(asked):
-    "Return whether units are divided again after the forward pass, and whether each node has a replica"
-    names = [_strategy_name(k, asked.get(k)) for k in ('sharding_strategy','reshard_after_forward')]
-    if 'NO_SHARD' in names: raise OptionError('sharding_strategy', 'NO_SHARD', 'each rank then holds the whole model. HINT: leave FSDP out')
-    return dict(reshard=not {'SHARD_GRAD_OP','HYBRID_SHARD_ZERO2'}&{*names}, hybrid=any(o.startswith('HYBRID') for o in names))
+    if str(v).lower() in ('true','false'): return 'FULL_SHARD' if _flag(name, v) else 'SHARD_GRAD_OP'
+    res = _member(name, v, FSDP_SHARDING_STRATEGY)
+    if res=='NO_SHARD': raise OptionError(name, res, 'each rank then holds the whole model. HINT: leave FSDP out')
+    return res
 
 # %% ../../nbs/600_shard.plan.ipynb #0ba10601
 def _classes(names):
-    names = names.split(',') if isinstance(names, str) else names or []
-    for o in names:
+    if isinstance(names, str): names = names.split(',')
+    for o in names or []:
         if not isinstance(o, str): raise OptionError('transformer_cls_names_to_wrap', o, must='the name of a class of modules')
-    return tuple(o.strip() for o in names if o.strip())
+    return tuple(o.strip() for o in names or [] if o.strip())
 
 def _size(n):
-    n = int(n) if isinstance(n, str) and n.isdigit() else n
-    if isinstance(n, int) and not isinstance(n, bool) and n>0: return n
+    if str(n).isdigit() and int(n)>0: return int(n)
     raise OptionError('min_num_params', n, must='an integer of at least 1')
 
 # %% ../../nbs/600_shard.plan.ipynb #fb95afdc
 _ways = dict(zip(FSDP_AUTO_WRAP_POLICY, (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None)))
 
-def _units(asked, free=False):
+def _units(policy, names, size, free=False):
     "Return the fields of a plan that choose units; with `free` the layout chooses where nothing is said"
-    policy,names,size = map(asked.get, ('auto_wrap_policy','transformer_cls_names_to_wrap','min_num_params'))
-    if isinstance(policy, str): policy = _ways[_name('auto_wrap_policy', policy, FSDP_AUTO_WRAP_POLICY)]
-    if policy is None: policy = transformer_auto_wrap_policy if names else None if size is None else size_based_auto_wrap_policy
+    unsaid = policy is None
+    if isinstance(policy, str): policy = _ways[_member('auto_wrap_policy', policy, FSDP_AUTO_WRAP_POLICY)]
+    elif unsaid and names: policy = transformer_auto_wrap_policy
+    elif unsaid and size is not None: policy = size_based_auto_wrap_policy
     by_name,by_size = policy is transformer_auto_wrap_policy,policy is size_based_auto_wrap_policy
-    if names and not by_name: raise OptionError('transformer_cls_names_to_wrap', names, 'auto_wrap_policy chooses units in another way. HINT: set one of them')
-    if size is not None and not by_size: raise OptionError('min_num_params', size, 'units are not chosen by size. HINT: auto_wrap_policy=\'SIZE_BASED_WRAP\'')
-    if not (policy is None or callable(policy)): raise OptionError('auto_wrap_policy', policy, must=f'one of {", ".join(FSDP_AUTO_WRAP_POLICY)}, or a function')
+    if names and not by_name:
+        raise OptionError('transformer_cls_names_to_wrap', names, 'auto_wrap_policy chooses units in another way. HINT: set one of them')
+    if size is not None and not by_size:
+        raise OptionError('min_num_params', size, 'units are not chosen by size. HINT: auto_wrap_policy=\'SIZE_BASED_WRAP\'')
     if by_name: return dict(classes=_classes(names))
-    return dict(min_params=_size(size)) if by_size else dict(one_unit=policy is None and not (free and asked.get('auto_wrap_policy') is None), policy=policy)
+    if by_size: return dict(min_params=_size(size))
+    if policy is None: return dict(one_unit=not (free and unsaid))
+    if not callable(policy): raise OptionError('auto_wrap_policy', policy, must=f'one of {", ".join(FSDP_AUTO_WRAP_POLICY)}, or a function')
+    return dict(policy=policy)
 
 # %% ../../nbs/600_shard.plan.ipynb #24a35a47
+_precision = 'param_dtype','reduce_dtype','cast_forward_inputs','cast_root_forward_inputs'
+
 def _mixed(p):
     "Return the `MixedPrecisionPolicy` that says what `p` says"
     if p is None or isinstance(p, MixedPrecisionPolicy): return p
     if not isinstance(p, MixedPrecision): raise OptionError('mixed_precision_policy', p, must='a MixedPrecisionPolicy of torch.distributed.fsdp')
-    for k in {f.name for f in fields(p)}-{'param_dtype','reduce_dtype','cast_forward_inputs','cast_root_forward_inputs'}:
-        if getattr(p, k)!=getattr(MixedPrecision(), k):
-            raise OptionError(f'mixed_precision_policy.{k}', getattr(p, k), 'FSDP2 has no such setting. HINT: leave it out; \'bf16\' needs fsdp_version=2')
+    usual = MixedPrecision()
+    for f in fields(p):
+        v = getattr(p, f.name)
+        if f.name in _precision or v==getattr(usual, f.name): continue
+        raise OptionError(f'mixed_precision_policy.{f.name}', v, 'FSDP2 has no such setting. HINT: leave it out; \'bf16\' needs fsdp_version=2')
     return MixedPrecisionPolicy(p.param_dtype, p.reduce_dtype, cast_forward_inputs=p.cast_forward_inputs or p.cast_root_forward_inputs)
 
 # %% ../../nbs/600_shard.plan.ipynb #c197663d
 def _offload(v):
-    if isinstance(v, CPUOffloadPolicy) and not v.pin_memory: raise OptionError('cpu_offload', v, 'parameters are offloaded to pinned memory. HINT: cpu_offload=True')
-    return _flag('cpu_offload', v if isinstance(v, str) else getattr(v, 'offload_params', v is True or isinstance(v, CPUOffloadPolicy)))
+    "Return whether `v`, a flag or a policy of either version, offloads"
+    if isinstance(v, str): return _flag('cpu_offload', v)
+    if not isinstance(v, CPUOffloadPolicy): return getattr(v, 'offload_params', v is True)
+    if not v.pin_memory: raise OptionError('cpu_offload', v, 'parameters are offloaded to pinned memory. HINT: cpu_offload=True')
+    return True
 
 def _ignored(v):
     if isinstance(v, str):
@@ -130,66 +138,74 @@ def _ignored(v):
 
 def _full_state(v, version):
     if not v: return version=='1'
-    if (kind := _name('state_dict_type', v, FSDP_STATE_DICT_TYPE))!='LOCAL_STATE_DICT': return kind=='FULL_STATE_DICT'
-    raise OptionError('state_dict_type', kind, 'FSDP2 has no flat parameters. HINT: SHARDED_STATE_DICT')
+    kind = _member('state_dict_type', v, FSDP_STATE_DICT_TYPE)
+    if kind=='LOCAL_STATE_DICT': raise OptionError('state_dict_type', kind, 'FSDP2 has no flat parameters. HINT: SHARDED_STATE_DICT')
+    return kind=='FULL_STATE_DICT'
 
 # %% ../../nbs/600_shard.plan.ipynb #fec56bbd
 def _plan(asked, free, keep):
     "Return the plan that the fields `asked` describe"
-    version = str(asked.get('fsdp_version') or 1)
+    get,version = asked.get,str(asked.get('fsdp_version') or 1)
     check_choice('fsdp_version', version, ('1','2'))
-    return ShardPlan(**_strategy(asked), **_units(asked, free), mixed=_mixed(asked.get('mixed_precision_policy')), offload=_offload(asked.get('cpu_offload')),
-        checkpointing=_flag('activation_checkpointing', asked.get('activation_checkpointing')), ignored=_ignored(asked.get('ignored_modules')),
-        full_state=_full_state(asked.get('state_dict_type'), version), keep=keep,
-        rank0_loads=_flag('cpu_ram_efficient_loading', asked.get('cpu_ram_efficient_loading')))
+    strategies = {_strategy(k, get(k)) for k in ('sharding_strategy','reshard_after_forward')}
+    units = _units(get('auto_wrap_policy'), get('transformer_cls_names_to_wrap'), get('min_num_params'), free)
+    return ShardPlan(
+        reshard=strategies.isdisjoint(('SHARD_GRAD_OP','HYBRID_SHARD_ZERO2')),
+        hybrid=not strategies.isdisjoint(('HYBRID_SHARD','HYBRID_SHARD_ZERO2')),
+        mixed=_mixed(get('mixed_precision_policy')),
+        offload=_offload(get('cpu_offload')),
+        checkpointing=_flag('activation_checkpointing', get('activation_checkpointing')),
+        ignored=_ignored(get('ignored_modules')),
+        full_state=_full_state(get('state_dict_type'), version),
+        rank0_loads=_flag('cpu_ram_efficient_loading', get('cpu_ram_efficient_loading')),
+        keep=keep, **units)
 
 # %% ../../nbs/600_shard.plan.ipynb #e97f3beb
-_honoured = {'fsdp_version','sharding_strategy','reshard_after_forward','auto_wrap_policy','transformer_cls_names_to_wrap','min_num_params','mixed_precision_policy',
-    'cpu_offload','activation_checkpointing','ignored_modules','state_dict_type','cpu_ram_efficient_loading'}
-_always = 'limit_all_gathers','use_orig_params','sync_module_states'
-_why = dict(backward_prefetch='FSDP2 gathers the next unit of the backward pass by itself', forward_prefetch='FSDP2 gathers the next unit of the forward pass by itself',
-    limit_all_gathers='FSDP2 always limits them', use_orig_params='FSDP2 always has the original parameters', sync_module_states='ranks always begin with rank 0\'s weights',
-    param_init_fn='modules on the meta device are filled with the values of rank 0', activation_checkpointing_offload='activations stay on their device',
-    state_dict_config='state_dict_type says how states are written', optim_state_dict_config='state_dict_type says how states are written')
+_honoured = {'fsdp_version','sharding_strategy','reshard_after_forward','auto_wrap_policy','transformer_cls_names_to_wrap','min_num_params',
+    'mixed_precision_policy','cpu_offload','activation_checkpointing','ignored_modules','state_dict_type','cpu_ram_efficient_loading'}
+_always = dict(limit_all_gathers='FSDP2 always limits them', use_orig_params='FSDP2 always has the original parameters',
+    sync_module_states='ranks always begin with rank 0\'s weights')
+_refused = _always | dict(backward_prefetch='FSDP2 gathers the next unit of the backward pass by itself',
+    forward_prefetch='FSDP2 gathers the next unit of the forward pass by itself', param_init_fn='modules on the meta device are filled with the values of rank 0',
+    activation_checkpointing_offload='activations stay on their device', state_dict_config='state_dict_type says how states are written',
+    optim_state_dict_config='state_dict_type says how states are written')
 
-def _refuse_unless(usual, asked):
-    "Raise `OptionError` for the first field of `asked` that is not honoured and for which `usual(name, value)` is false"
+def _check_fields(asked, usual):
+    "Return `asked`; raise `OptionError` for its first field that is not honoured and for which `usual(name, value)` is false"
     for k,v in asked.items():
-        if k not in _honoured and not usual(k, v): raise OptionError(k, getattr(v, 'name', v), f'{_why.get(k, "a sharded Learner has no use for it")}. HINT: leave it out')
+        if k in _honoured or usual(k, v): continue
+        raise OptionError(k, getattr(v, 'name', v), f'{_refused.get(k, "a sharded Learner has no use for it")}. HINT: leave it out')
+    return asked
 
 # %% ../../nbs/600_shard.plan.ipynb #f3fcd3e6
 _renamed = dict(fsdp_version='VERSION', cpu_offload='OFFLOAD_PARAMS', transformer_cls_names_to_wrap='TRANSFORMER_CLS_TO_WRAP')
-def _key(name): return f'FSDP_{_renamed.get(name, name.upper())}'
-def _usual_in_env(k, v): return _flag(k, v) if k in _always else v.upper() in ('FALSE','NO','0','NO_PREFETCH','BACKWARD_PRE')
+
+def _usual_in_env(k, v):
+    if k in _always: return _flag(k, v)
+    return v.upper() in ('FALSE','NO','0','NO_PREFETCH','BACKWARD_PRE')
 
 def _from_env(env):
     "Return the fields that variables of `env` set, as strings"
     if not asks_for_fsdp(env): return {}
-    asked = {f.name:env[_key(f.name)] for f in fields(FullyShardedDataParallelPlugin) if env.get(_key(f.name), '').lower() not in ('none','')}
-    if asked.get('auto_wrap_policy', '').upper() not in ('SIZE_BASED_WRAP','2'): asked.pop('min_num_params', None) # the launcher sets it to 100 million
-    _refuse_unless(_usual_in_env, asked)
-    return asked
+    names = [f.name for f in fields(FullyShardedDataParallelPlugin)]
+    asked = {k:env.get(f'FSDP_{_renamed.get(k, k.upper())}', '') for k in names}
+    asked = {k:v for k,v in asked.items() if v.lower() not in ('none','')}
+    by_size = asked.get('auto_wrap_policy', '').upper() in ('SIZE_BASED_WRAP','2')
+    if not by_size: asked.pop('min_num_params', None) # the launcher sets it to 100 million
+    return _check_fields(asked, _usual_in_env)
 
 # %% ../../nbs/600_shard.plan.ipynb #8d01c936
-def _plain(plugin):
+def _from_plugin(plugin, env):
+    "Return the fields of `plugin`; those that it has from the environment, in the fields `env`, are not refused"
     with changed_env(**{k:None for k in os.environ if k.startswith('FSDP_')}):
-        return FullyShardedDataParallelPlugin(fsdp_version=plugin.fsdp_version, state_dict_type=plugin.state_dict_type)
-
-def _from_plugin(plugin, told):
-    "Return the fields of `plugin`; those that it has from the environment, `told`, are not refused"
-    plain = _plain(plugin)
+        plain = FullyShardedDataParallelPlugin(fsdp_version=plugin.fsdp_version, state_dict_type=plugin.state_dict_type)
     def usual(k, v):
         if k=='param_init_fn' and getattr(v, '__module__', '').startswith('accelerate.'): return True # a plugin's own, with sync_module_states
-        return v==getattr(plain, k) or v is True and k in _always or k in told and str(getattr(v, 'name', v)).upper()==told[k].upper()
-    asked = {f.name:getattr(plugin, f.name) for f in fields(plugin)}
-    _refuse_unless(usual, asked)
-    return asked
+        if v==getattr(plain, k) or v is True and k in _always: return True
+        return str(getattr(v, 'name', v)).upper()==env.get(k, '').upper()
+    return _check_fields({f.name:getattr(plugin, f.name) for f in fields(plugin)}, usual)
 
 # %% ../../nbs/600_shard.plan.ipynb #cbd371d9
-def _check_ddp(handlers):
-    h = handler_of(handlers, DistributedDataParallelKwargs)
-    if h and h!=DistributedDataParallelKwargs(): raise OptionError('kwargs_handlers', h, 'a sharded model is not in DistributedDataParallel. HINT: leave it out')
-
 _old = 'Before, it adds to numbers of tensors in shards as if each rank\'s part were the whole. HINT: pip install -U torch, or no shards'
 
 def shard_plan(
@@ -203,8 +219,13 @@ def shard_plan(
     if not isinstance(shard, bool): raise OptionError('shard', shard, must='True or False; fsdp_plugin=FullyShardedDataParallelPlugin(...) says how')
     check_options(fsdp_plugin=fsdp_plugin)
     asked,detailed = _from_env(env),fsdp_plugin is not None or asks_for_fsdp(env)
-    if keep and not (shard or detailed): raise OptionError('keep_sharded', keep, 'the model is not sharded. HINT: shard=True')
-    if not (shard or detailed): return
+    if not (shard or detailed):
+        if keep: raise OptionError('keep_sharded', keep, 'the model is not sharded. HINT: shard=True')
+        return
     if tuple(map(int, torch.__version__.split('.')[:2]))<(2,11): raise OptionError('torch', torch.__version__, _old, '2.11 or later for shards')
-    _check_ddp(kwargs_handlers)
-    return _plan(asked if fsdp_plugin is None else _from_plugin(fsdp_plugin, asked), shard, keep) if detailed else ShardPlan(keep=keep)
+    ddp = handler_of(kwargs_handlers, DistributedDataParallelKwargs)
+    if ddp and ddp!=DistributedDataParallelKwargs():
+        raise OptionError('kwargs_handlers', ddp, 'a sharded model is not in DistributedDataParallel. HINT: leave it out')
+    if not detailed: return ShardPlan(keep=keep)
+    if fsdp_plugin is not None: asked = _from_plugin(fsdp_plugin, asked)
+    return _plan(asked, shard, keep)

@@ -22,9 +22,8 @@ __all__ = ['unsharded_params', 'choose_units', 'unit_params', 'check_units', 'Mo
 import re,torch
 from collections import Counter
 from contextlib import nullcontext
-from functools import cache,partial
+from functools import partial
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import _Policy,_recursive_wrap,size_based_auto_wrap_policy,transformer_auto_wrap_policy
 from torch.nn.utils.parametrize import is_parametrized
 from fastcore.all import *
@@ -35,115 +34,111 @@ from ..base.overrides import *
 # %% ../../nbs/601_shard.wrap_policy.ipynb #c1bbc5bc
 def _ignored(model, plan):
     "Return the modules that `plan` excludes"
-    if not isinstance(plan.ignored, str): return [*(plan.ignored or ())]
-    return [m for n,m in model.named_modules() if re.fullmatch(plan.ignored, n)]
+    if isinstance(plan.ignored, str): return [m for n,m in model.named_modules() if re.fullmatch(plan.ignored, n)]
+    return [*(plan.ignored or ())]
 
 def unsharded_params(
     model:nn.Module, # Not sharded yet
     plan # `ignored` are modules, or a regular expression for their names
 )->list: # In the order of `model.parameters()`
     "Return the parameters of `model` that each rank holds whole: those without dimensions or elements, and those that `plan` excludes"
-    ignored = {id(p) for m in _ignored(model, plan) for p in m.parameters()}
-    return [p for p in model.parameters() if id(p) in ignored or not p.ndim or not p.numel()]
+    ignored = {p for m in _ignored(model, plan) for p in m.parameters()}
+    return [p for p in model.parameters() if p in ignored or not (p.ndim and p.numel())]
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #5b2465a7
 _closed_classes = nn.MultiheadAttention,nn.RNNBase,nn.TransformerEncoderLayer
 _closed_names = {'SentenceEncoder','EmbeddingDropout','WeightDropout'}
 
-def _is_closed(m): return isinstance(m, _closed_classes) or is_parametrized(m) or any(o.__name__ in _closed_names for o in type(m).__mro__)
+def _is_closed(m):
+    if isinstance(m, _closed_classes) or is_parametrized(m): return True
+    return not _closed_names.isdisjoint(o.__name__ for o in type(m).__mro__)
+
 def _is_called(m): return type(m).forward is not nn.Module.forward or 'forward' in vars(m)
-def _counts(m): return Counter(id(p) for _,p in m.named_parameters(remove_duplicate=False))
-
-# %% ../../nbs/601_shard.wrap_policy.ipynb #48533eca
-@cache
-def _takes_containers():
-    "Return whether `fully_shard` takes a container that has a `forward`"
-    class Container(nn.ModuleList):
-        def forward(self, x): return x
-    try: fully_shard(Container(), mesh=0)
-    except Exception as e: return 'containers' not in str(e)
-
-def _is_refused(m): return isinstance(m, (nn.ModuleList,nn.ModuleDict)) and not _takes_containers()
+def _is_row(m): return not _is_called(m) or type(m).forward is nn.Sequential.forward
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #825199a8
+def _counts(m): return Counter(p for _,p in m.named_parameters(remove_duplicate=False))
+
 class _Tree:
     "The modules of `model` with what may be a unit, and the units chosen so far, innermost first"
     def __init__(self, model, plan, least=1):
-        self.model,self.plan,self.ignored,self.left = model,plan,_ignored(model, plan),unsharded_params(model, plan)
-        self.units,self.taken,self.names = [],{id(p) for p in self.left},_counts(model)
-        self.paths = Counter(id(m) for _,m in model.named_modules(remove_duplicate=False))
-        inside = [o for m in model.modules() if _is_closed(m) for o in m.modules() if o is not m]
-        self.barred = {id(model)} | {id(o) for m in self.ignored for o in m.modules()} | {id(o) for o in inside}
+        self.model,self.plan,self.ignored = model,plan,_ignored(model, plan)
+        self.whole = {*unsharded_params(model, plan)}
+        self.units,self.taken,self.names = [],{*self.whole},_counts(model)
+        self.paths = Counter(m for _,m in model.named_modules(remove_duplicate=False))
+        self.barred = {model}.union(*(m.modules() for m in self.ignored))
+        for m in filter(_is_closed, model.modules()): self.barred.update(o for o in m.modules() if o is not m)
         self.total = self.rest(model)
         self.least = max(least, self.total/256)
 
-    def rest(self, m): return sum(p.numel() for p in m.parameters() if id(p) not in self.taken)
+    def rest(self, m): return sum(p.numel() for p in m.parameters() if p not in self.taken)
 
     def may(self, m):
         "Return whether `m` may be a unit"
-        if id(m) in self.barred or not _is_called(m) or _is_refused(m): return False
-        return all(self.names[p]==self.paths[id(m)]*n for p,n in _counts(m).items())
+        if m in self.barred or not _is_called(m): return False
+        return all(self.names[p]==self.paths[m]*n for p,n in _counts(m).items())
 
     def take(self, m):
         "Return `m`, which is a unit from now on where it may be one and has parameters that are in no other"
         if self.may(m) and self.rest(m):
             self.units.append(m)
-            self.taken |= {id(p) for p in m.parameters()}
+            self.taken.update(m.parameters())
         return m
 
     def choose(self, m, inside=False):
         "Choose units in `m`; `inside` says that a module around it is one of several of its class"
         if _is_closed(m): return
-        kinds = Counter(type(o) for o in m.children())
+        kinds,in_row = Counter(map(type, m.children())),isinstance(m, (nn.Sequential,nn.ModuleList))
         for c in m.children():
-            twin,block = kinds[type(c)]>1,isinstance(m, (nn.Sequential,nn.ModuleList)) and not _is_row(c)
+            twin = kinds[type(c)]>1
             if _is_hidden(m, c, twin, inside): continue
-            if not block or self.rest(c)>self.total/8 or not (twin or self.may(c)): self.choose(c, inside or block and twin)
-            if block and self.rest(c)>=self.least and any(p.ndim>1 for p in c.parameters()): self.take(c)
+            if not in_row or _is_row(c): self.choose(c, inside)
+            else:
+                if self.rest(c)>self.total/8 or not (twin or self.may(c)): self.choose(c, inside or twin)
+                if self.rest(c)>=self.least and any(p.ndim>1 for p in c.parameters()): self.take(c)
 
     def policy(self):
         "Return what the user asked for as a policy, `None` if nothing"
-        asked,blocks = self.plan.policy,[o for o in getattr(self.model, '_no_split_modules', None) or () if any(type(m).__name__==o for m in self.model.modules())]
-        if isinstance(asked, _Policy):
-            targets = _targets(asked, self.model, self.ignored)
+        plan,own = self.plan,getattr(self.model, '_no_split_modules', None) or ()
+        if isinstance(plan.policy, _Policy):
+            targets = plan.policy._run_policy(self.model, {*self.ignored}, {})
+            if any(targets.values()): raise ValueError('You set an auto_wrap_policy that gives settings to single modules. HINT: let it return True or False')
             return lambda module, recurse, nonwrapped_numel: recurse or module in targets
-        if asked: return asked
-        if not self.plan.classes and self.plan.min_params is not None: return partial(size_based_auto_wrap_policy, min_num_params=self.plan.min_params)
-        if names := self.plan.classes or blocks: return partial(transformer_auto_wrap_policy, transformer_layer_cls=_classes(self.model, names))
+        if plan.policy: return plan.policy
+        if plan.min_params is not None and not plan.classes: return partial(size_based_auto_wrap_policy, min_num_params=plan.min_params)
+        there = {type(m).__name__ for m in self.model.modules()}
+        names = plan.classes or there.intersection(own)
+        if names: return partial(transformer_auto_wrap_policy, transformer_layer_cls=_classes(self.model, names))
 
     def follow(self, policy):
         "Choose the units that `policy` selects, where they may be units"
         def select(module, recurse, **kw): return policy(module=module, recurse=recurse, **kw) and (recurse or self.may(module))
-        _recursive_wrap(self.model, select, self.take, {*self.ignored}, {*self.left}, only_wrap_children=True)
-        if self.plan.classes and not self.units and type(self.model).__name__ not in self.plan.classes: raise ValueError('You set transformer_cls_names_to_wrap='
-            f'{[*self.plan.classes]}, and none of these modules can be a unit: they share parameters with others, or a module around them reads their parameters or decides how often they run. '
+        _recursive_wrap(self.model, select, self.take, {*self.ignored}, self.whole, only_wrap_children=True)
+        names = self.plan.classes
+        if names and not self.units and type(self.model).__name__ not in names: raise ValueError(f'You set transformer_cls_names_to_wrap={[*names]}, '
+            'and none of these modules can be a unit: they share parameters with others, or a module around them reads their parameters or decides how often they run. '
             'HINT: name the class of a module around them')
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #4aa1abca
-def _is_row(m): return not _is_called(m) or type(m).forward is nn.Sequential.forward
-
 def _is_stage(m):
     "Return whether `m` is a Sequential with several modules of one class that have parts"
-    return isinstance(m, nn.Sequential) and max(Counter(type(o) for o in m if not _is_row(o) and [*o.children()]).values(), default=0)>1
+    if not isinstance(m, nn.Sequential): return False
+    blocks = [type(o) for o in m if not _is_row(o) and [*o.children()]]
+    return len(blocks)>len({*blocks})
 
 def _is_hidden(parent, m, twin, inside):
     "Return whether not all ranks need to run `m`; `twin` says that `parent` has several of its class, `inside` that a module around `parent` is such a twin"
-    if isinstance(parent, nn.ModuleDict) and not _is_called(parent) and twin: return True
+    if twin and isinstance(parent, nn.ModuleDict) and not _is_called(parent): return True
     return inside and isinstance(m, (nn.ModuleList,nn.ModuleDict,nn.Sequential)) and not _is_stage(m)
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #2c59106b
 def _classes(model, names):
     "Return the classes in `model` that have one of `names`"
-    found = {type(m).__name__:type(m) for m in model.modules()}
-    if missing := [o for o in names if o not in found]: raise ValueError(f'You set transformer_cls_names_to_wrap={[*names]}, and the model has no {", ".join(missing)}. HINT: it has '
-        f'{", ".join(sorted(found))}')
-    return {type(m) for m in model.modules() if type(m).__name__ in names}
-
-def _targets(policy, model, ignored):
-    "Return the modules that a torch `_Policy` selects"
-    res = policy._run_policy(model, {*ignored}, {})
-    if any(res.values()): raise ValueError('You set an auto_wrap_policy that gives settings to single modules. HINT: let it return True or False')
-    return res
+    found = {type(m) for m in model.modules()}
+    there = {o.__name__ for o in found}
+    missing = [o for o in names if o not in there]
+    if missing: raise ValueError(f'You set transformer_cls_names_to_wrap={[*names]}, and the model has no {", ".join(missing)}. HINT: it has {", ".join(sorted(there))}')
+    return {o for o in found if o.__name__ in names}
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #101da7f5
 def choose_units(
@@ -152,9 +147,10 @@ def choose_units(
     least=2**16 # Parameters of a unit that nobody asked for, at least
 )->list: # Modules, innermost first, the same on all ranks; `model` is none of them and takes the rest
     "Return the modules of `model` that `fully_shard` is called with before it is called with `model`"
-    tree = _Tree(model, plan, least)
     if plan.one_unit: return []
-    if policy := tree.policy(): tree.follow(policy)
+    tree = _Tree(model, plan, least)
+    policy = tree.policy()
+    if policy: tree.follow(policy)
     else: tree.choose(model)
     return tree.units
 
@@ -165,10 +161,11 @@ def unit_params(
     unsharded=() # From `unsharded_params`
 )->list: # For each of `units`, and for `model` last, a dict of name in `model` -> parameter
     "Return the parameters that belong to each unit"
-    taken,res,names = {id(p) for p in unsharded},[],{id(p):n for n,p in model.named_parameters()}
+    names = {p:n for n,p in model.named_parameters()}
+    left,res = names.keys()-{*unsharded},[]
     for m in [*units, model]:
-        res.append({names[id(p)]:p for p in m.parameters() if id(p) not in taken})
-        taken |= {id(p) for p in res[-1].values()}
+        res.append({names[p]:p for p in m.parameters() if p in left})
+        left -= {*m.parameters()}
     return res
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #2687f41b
@@ -176,29 +173,33 @@ def _check_dtype(model, unit, own):
     "Raise `ValueError` unless the trainable parameters in `own` have one dtype"
     kinds = Counter(p.dtype for p in own.values() if p.requires_grad).most_common()
     if len(kinds)<2: return
-    a,b = [first(n for n,p in own.items() if p.dtype==k and p.requires_grad) for k in (kinds[0][0],kinds[-1][0])]
+    first_of = {p.dtype:n for n,p in reversed(own.items()) if p.requires_grad}
+    a,b = first_of[kinds[0][0]],first_of[kinds[-1][0]]
     cls = type(model.get_submodule(b.rpartition('.')[0])).__name__
-    raise ValueError(f'Parameters of one unit, {type(unit).__name__}, have two dtypes: {a} has {own[a].dtype}, {b} has {own[b].dtype}. HINT: make a unit of the module that differs, by adding its class, {cls}, '
-        'to transformer_cls_names_to_wrap')
+    raise ValueError(f'Parameters of one unit, {type(unit).__name__}, have two dtypes: {a} has {own[a].dtype}, {b} has {own[b].dtype}. '
+        f'HINT: make a unit of the module that differs, by adding its class, {cls}, to transformer_cls_names_to_wrap')
 
-def _check_embedding(name, m):
-    "Raise `ValueError` where gradient or weight of an embedding cannot be sharded"
-    for what,why in (('sparse','a sparse gradient cannot be sharded'), ('max_norm','its forward pass changes the weight, and what is gathered for it is dropped after it')):
-        if v := getattr(m, what): raise ValueError(f'You set {what}={v} for the embedding {name}, but {why}. HINT: do without it, or exclude the embedding with ignored_modules')
+_no_embedding = dict(sparse='a sparse gradient cannot be sharded', max_norm='its forward pass changes the weight, and what is gathered for it is dropped after it')
 
-# %% ../../nbs/601_shard.wrap_policy.ipynb #45d5bcfc
 def check_units(
     model:nn.Module, # Not sharded yet
     units:list, # From `choose_units`
     unsharded=() # From `unsharded_params`
 ):
     "Raise `ValueError` where torch cannot shard `model` in `units`"
-    left = {id(p) for p in unsharded}
     for m,own in zip([*units, model], unit_params(model, units, unsharded)): _check_dtype(model, m, own)
     for n,m in model.named_modules():
-        if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.weight.requires_grad and id(m.weight) not in left: _check_embedding(n, m)
+        if not isinstance(m, (nn.Embedding,nn.EmbeddingBag)) or not m.weight.requires_grad or m.weight in {*unsharded}: continue
+        for k,why in _no_embedding.items():
+            v = getattr(m, k)
+            if v: raise ValueError(f'You set {k}={v} for the embedding {n}, but {why}. HINT: do without it, or exclude the embedding with ignored_modules')
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #40e06abe
+def _put(d, to):
+    "Make dict `d` have the items of `to`"
+    for k in d.keys()-to.keys(): del d[k]
+    d.update(to)
+
 def _copies(d): return {k:v if v is None else v.detach().clone() for k,v in d.items()}
 
 class ModuleState:
@@ -209,25 +210,23 @@ class ModuleState:
 
     def __enter__(self):
         self.now = [({**buffers}, {**attrs}) for buffers,_,attrs,_ in self.was]
-        for buffers,b,attrs,a in self.was: _put(attrs, a),_put(buffers, _copies(b))
+        for buffers,b,attrs,a in self.was:
+            _put(attrs, a)
+            _put(buffers, _copies(b))
 
     def __exit__(self, *_):
-        for (buffers,_,attrs,_),(b,a) in zip(self.was, self.now): _put(attrs, a),_put(buffers, b)
-
-# %% ../../nbs/601_shard.wrap_policy.ipynb #e0f2b9c3
-def _put(d, to):
-    "Make dict `d` have the items of `to`"
-    for k in [k for k in d if k not in to]: del d[k]
-    d.update(to)
+        for (buffers,_,attrs,_),(b,a) in zip(self.was, self.now):
+            _put(attrs, a)
+            _put(buffers, b)
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #9c6057ad
+def _innermost(units): return [m for m in units if {*units}.isdisjoint(o for o in m.modules() if o is not m)]
+
 def recomputed(
     units:list # From `choose_units`
 )->list: # Some of `units`
     "Return those of `units` that have parts, and no other such unit inside"
-    parts = [m for m in units if [*m.children()]]
-    ids = {id(m) for m in parts}
-    return [m for m in parts if not any(id(o) in ids for o in m.modules() if o is not m)]
+    return _innermost([m for m in units if [*m.children()]])
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #ce235f6f
 def _recomputed_forward(unit, own, *args, **kwargs):
@@ -247,7 +246,8 @@ def recompute(
 # %% ../../nbs/601_shard.wrap_policy.ipynb #f56ce545
 def _forward(m, own, fast, *args, **kwargs):
     "Run the forward pass of `m`, compiled where it is one of training"
-    return (fast if torch.is_grad_enabled() and m.training else own)(*args, **kwargs)
+    f = fast if torch.is_grad_enabled() and m.training else own
+    return f(*args, **kwargs)
 
 def compile_units(
     model:torch.nn.Module, # Of which `units` are parts
@@ -256,8 +256,6 @@ def compile_units(
 )->callable: # Puts everything back
     "Compile the forward passes of those of `units` that have none inside, or of `model` where there are none, as `plugin` says, in training"
     if plugin.backend==DynamoBackend.NO: return noop
-    ids = {id(m) for m in units}
-    inner = [m for m in units if not any(id(o) in ids for o in m.modules() if o is not m)]
     overrides,how = Overrides(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())
-    for m in inner or [model]: overrides.override(m, forward=partial(_forward, m, m.forward, torch.compile(m.forward, **how)))
+    for m in _innermost(units) or [model]: overrides.override(m, forward=partial(_forward, m, m.forward, torch.compile(m.forward, **how)))
     return overrides.close
