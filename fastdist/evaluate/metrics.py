@@ -19,13 +19,11 @@ from contextlib import contextmanager
 from fastcore.all import *
 from fastai.torch_core import find_bs,to_detach
 from fastai.learner import AvgLoss,Metric
-import numbers,pickle,numpy as np,torch
 from ..base.errors import *
 from ..base.tracebacks import *
 from ..launch.group import *
 from ..comm.collectives import *
 from .merge import *
-from .merge_rules import *
 
 # %% ../../nbs/303_evaluate.metrics.ipynb #b344009a
 def has_rows(

@@ -33,7 +33,7 @@ class Phase:
     recorder:Recorder=None # The Learner's, where it has one
     sizes:list=field(default_factory=list) # Samples in each of this rank's batches so far, of those that count
     losses:list=field(default_factory=list) # Of these batches `(numerator, denominator, samples)`, where the loss is no mean over samples
-    rows:list=field(default_factory=list) # Of these batches `rows_now`, where a callback collects predictions
+    collecting:list=field(default_factory=list) # Batches that callbacks collect, which gather predictions
     whole:list=None # Metrics that are shown whole batches; `None` before the first batch
     zeros:dict=field(default_factory=dict) # Identity of a metric -> its state before the first batch
     ended:bool=False # Whether all batches are done
