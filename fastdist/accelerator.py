@@ -276,7 +276,7 @@ class Accelerator(RankAccelerator):
             try:
                 if self.in_head: res = self._on_new_ranks(Call(instance, fun, args, kwargs, start=='fork'), start, all_ranks, show_all)
                 else: res = self._in_place(instance, fun, args, kwargs, all_ranks)
-            except (RankError,HomeError) as e: raise e.with_traceback(None)
+            except (RankError,ReturnError) as e: raise e.with_traceback(None)
             return TrainedPair(model_and_opt(instance)) if instance is not None and res is None else res
         return run
 

@@ -10,7 +10,7 @@ says what was set, what was found, and after `HINT:` what to do."""
 
 # %% auto #0
 __all__ = ['WorldError', 'OptionError', 'VersionError', 'private', 'RankError', 'add_note', 'everywhere', 'is_everywhere',
-           'is_broken', 'HomeError', 'DesyncError', 'ResumeError', 'SeedError', 'Preempted']
+           'is_broken', 'ReturnError', 'DesyncError', 'ResumeError', 'SeedError', 'Preempted']
 
 # %% ../../nbs/000_base.errors.ipynb #9e3a51c3
 import copyreg,signal
@@ -66,8 +66,8 @@ class RankError(_Sent, RuntimeError):
     def __init__(self,
         rank:int, # The rank that failed; `None` where the error is not that of a single rank
         msg:str, # Its traceback, or how it ended
-        shown:bool=True, # Whether that rank prints its traceback itself; ranks that a head started leave it to the head
-        node:str='' # Name of the machine of that rank, where it is another one than the head's
+        shown:bool=True, # Whether that rank prints its traceback itself; ranks that a parent process started leave it to that
+        node:str='' # Name of the machine of that rank, where it is another one than the parent process's
     ):
         super().__init__(msg if rank is None else f'rank {rank}{f" on {node}" if node else ""} failed:\n{msg}')
         self.rank,self.msg,self.shown = rank,msg,shown
@@ -106,13 +106,13 @@ def is_broken(
     return isinstance(e, RuntimeError) and not isinstance(e, RankError) and any(o in str(e) for o in signs)
 
 # %% ../../nbs/000_base.errors.ipynb #f815d005
-class HomeError(_Sent, RuntimeError):
-    "Raised where the state that ranks have trained does not fit the head's object; the file `path` holds that state"
+class ReturnError(_Sent, RuntimeError):
+    "Raised where the state that ranks have trained does not fit the object of the parent process; the file `path` holds that state"
     def __init__(self,
         why:str, # The first difference
         path # File with all that came back
     ):
-        super().__init__(f'What trained on the ranks does not fit what the head has: {why}. Nothing was changed here. All that came back is in {path}. '
+        super().__init__(f'What trained on the ranks does not fit what the parent process has: {why}. Nothing was changed here. All that came back is in {path}. '
             f'HINT: state = torch.load({str(path)!r}, weights_only=False); state["model"] and state["opt"] are the state dicts')
         self.path = path
 

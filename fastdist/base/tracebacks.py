@@ -95,7 +95,7 @@ def show_once(
     rank_of:callable, # Returns this process's rank in a job of several, `None` elsewhere
     kind:type, err:BaseException, tb # As for any `sys.excepthook`
 ):
-    "Print one line for an error of another rank, and for Ctrl-C; print a short traceback for a rank's own error and for a `RankError` in the head"
+    "Print one line for an error of another rank, and for Ctrl-C; print a short traceback for a rank's own error and for a `RankError` in the parent process"
     rank = rank_of()
     short = os.environ.get('FASTDIST_TRACEBACK')!='full'
     if kind is KeyboardInterrupt and short and (rank is not None or is_everywhere(err)):

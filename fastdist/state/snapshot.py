@@ -439,12 +439,12 @@ def _misfit(o, state):
 def put_returned(
     *pairs # Of a Learner, or an object with `model` and `optimizer`, in the parent, and of what `returned_state` returned
 ):
-    "Write states into objects; raise `HomeError` and write nothing unless all fit"
+    "Write states into objects; raise `ReturnError` and write nothing unless all fit"
     for o,state in pairs:
         why = _misfit(o, state)
         if not why: continue
         others = [dict(s) for _,s in pairs if s is not state]
-        raise HomeError(why, _write_new(dict(state, others=others) if others else dict(state)))
+        raise ReturnError(why, _write_new(dict(state, others=others) if others else dict(state)))
     for o,state in pairs:
         LearnerState(state).put(o)
         for k,v in state['held'].items(): _put_held(o, k, v)

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from fastai.basics import *
 from fastcore.test import test_eq,expect_fail
 from fastdist import *
-from fastdist.base.errors import HomeError
+from fastdist.base.errors import ReturnError
 from fastdist.launch.launcher import start_ranks
 from learners import digits
 from procs import *
@@ -359,7 +359,7 @@ def test_attributes_of_modules_come_home():
 def test_what_does_not_fit_is_kept_in_a_file(how, named, key, shape):
     learn = grows(how)
     model,opt,before = learn.model,learn.opt,deepcopy(learn.model.state_dict())
-    with pytest.raises(HomeError) as e: cpu(nprocs=2).distribute(learn.fit, start='fork')(1, 0.01)
+    with pytest.raises(ReturnError) as e: cpu(nprocs=2).distribute(learn.fit, start='fork')(1, 0.01)
     assert named in str(e.value), e.value
     assert Path(e.value.path).parent==Path.cwd() and str(e.value.path) in str(e.value) and 'torch.load' in str(e.value)
     test_eq((learn.model,learn.opt,learn.recorder.values if hasattr(learn.recorder, 'values') else []), (model,opt,[]))

@@ -12,7 +12,7 @@ from fastai.callback.all import *
 from fastcore.test import test_eq,test_close,expect_fail
 from fastdist import *
 from fastdist.launch.options import has_state
-from fastdist.base.errors import HomeError
+from fastdist.base.errors import ReturnError
 from learners import digits
 from procs import *
 
@@ -389,7 +389,7 @@ def test_all_that_came_back_is_there_where_one_does_not_fit():
     def f():
         with a.distrib_ctx(): fit(a, 1)
         b.model.more = nn.Linear(2,2)
-    with pytest.raises(HomeError, match='more was absent') as e: cpu(nprocs=2).distribute(f, **forked)()
+    with pytest.raises(ReturnError, match='more was absent') as e: cpu(nprocs=2).distribute(f, **forked)()
     got = torch.load(e.value.path, weights_only=False)
     assert torch.equal(a.model.state_dict()['0.weight'], was) and 'more.bias' in got['model'] and not torch.equal(got['others'][0]['model']['0.weight'], was)
 

@@ -1,6 +1,6 @@
 # start: python
 # under: python
-# fails: HomeError: What trained on the ranks does not fit what the head has: the model was a Linear, is a Sequential
+# fails: ReturnError: What trained on the ranks does not fit what the parent process has: the model was a Linear, is a Sequential
 # alone: no
 # A callback replaces the model on the ranks by a larger one, which the script does not have
 from fastai.vision.all import *
