@@ -299,7 +299,6 @@ class Samples:
         "Return the first, the middle and the last sample of loaders that are new"
         loaders,res = {},{}
         for use,dl in zip(('training','validation'), user_loaders(self.learn.dls)):
-            dl = vars(dl).get('dl', dl)
             if any(dl is o for o in self.seen) or not _has_index(dl): continue
             self.seen.append(dl)
             loaders[use] = dl
