@@ -280,11 +280,11 @@ class Evaluate(JobCallback):
         self.reduction.ask(here)
         ph.zeros = {id(m):zero_state(m) for m in self._loss_metric+self.learn.metrics}
         new = [m for m in self.learn.metrics if id(m) not in self.ways or id(m) in self.unknown]
-        self.ways |= {id(m):known_way(m) for m in new}
-        probed = [m for m in new if self.ways[id(m)] is None]
-        if probed: self._probe(probed, here)
-        self.unknown = {id(m) for m in probed if self.ways[id(m)] is None}
-        self.ways |= {k:'whole' for k in self.unknown}
+        ways = {id(m):known_way(m) for m in new}
+        probed = [m for m in new if ways[id(m)] is None]
+        if probed: ways |= self._probe(probed, here) # a rank that an error ends here has planned nothing, as the others
+        self.unknown = {id(m) for m in probed if ways[id(m)] is None}
+        self.ways |= ways|{k:'whole' for k in self.unknown}
         self.planned += new
         ph.whole = [m for m in self.learn.metrics if self.ways[id(m)]=='whole']
 
@@ -292,7 +292,7 @@ class Evaluate(JobCallback):
         mine = None
         if here and len(here.yb): mine = [is_mean(m.func, here.pred, here.yb) for m in mets]
         found = [o for o in gather_objs(mine) if o is not None]
-        for m,*o in zip(mets, *found): self.ways[id(m)] = common_way(o)
+        return {id(m):common_way(o) for m,*o in zip(mets, *found)}
 
     def _show_whole(self, ph, here):
         "Call the metrics that need whole batches on the Learner with the attributes of one process"

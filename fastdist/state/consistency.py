@@ -18,7 +18,7 @@ __all__ = ['name_of', 'model_facts', 'object_facts', 'module_facts', 'transform_
 import inspect,os,pickle,random,re,time,zlib
 from functools import lru_cache
 from itertools import chain
-from multiprocessing import current_process,get_all_start_methods,get_context
+from multiprocessing import current_process,get_context
 from numbers import Number
 from types import FunctionType,MethodType
 from fastcore.all import *
@@ -302,7 +302,7 @@ class Samples:
             if any(dl is o for o in self.seen) or not _has_index(dl): continue
             self.seen.append(dl)
             loaders[use] = dl
-        if not loaders or 'fork' not in get_all_start_methods() or current_process().daemon: return res
+        if not loaders or not hasattr(os, 'fork') or current_process().daemon: return res
         context,end = get_context('fork'),time.monotonic()+self.seconds
         here,there = context.Pipe(False)
         child = context.Process(target=_send, args=(there,loaders), daemon=True)
@@ -316,5 +316,5 @@ class Samples:
         finally:
             child.kill()
             child.join()
-            here.close()
+            for o in (child,here): o.close()
         return res

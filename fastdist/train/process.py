@@ -161,14 +161,24 @@ class RankAccelerator(JobDescription):
 
     def _set(self, k, v):
         "Set the option `k`, or an attribute that Accelerate's object has"
-        option = k in option_table
-        if not option and (self.in_head or not hasattr(self.live, k)):
-            near = get_close_matches(k, option_table, 1)
-            hint = f'Did you mean {near[0]!r}?' if near else f'HINT: one of {", ".join(option_table)}'
-            raise AttributeError(f"You set {k}, which can be set neither on fastdist's Accelerator nor on Accelerate's. {hint}")
-        if option: check_options(None, **self.options|{k:v})
-        if self._acc: setattr(self._acc, k, v)
-        if option: self.options = self.options|{k:v}
+        option,attr = k in option_table,getattr(HFAccelerator, k, None)
+        if isinstance(attr, property) and attr.fset is None: raise self._cannot_set(k, f'HINT: Accelerator({k}=...)' if option else '')
+        if not option and (self.in_head or not hasattr(self._acc or HFAccelerator, k)): raise self._cannot_set(k)
+        options = self._with_option(k, v) if option else self.options
+        check_options(None, **options)
+        if self._acc or not option: setattr(self.live, k, v)
+        self.options = options
+
+    def _cannot_set(self, k, hint=None):
+        near = get_close_matches(k, option_table, 1)
+        if hint is None: hint = f'Did you mean {near[0]!r}?' if near else f'HINT: one of {", ".join(option_table)}'
+        return AttributeError(f"You set {k}, which can be set neither on fastdist's Accelerator nor on Accelerate's. {hint}".rstrip())
+
+    def _with_option(self, k, v):
+        "Return the options with `k`; steps are set in the plugin where there is one, as Accelerate's object does"
+        plugin = self.options.get('gradient_accumulation_plugin')
+        if k!='gradient_accumulation_steps' or plugin is None: return self.options|{k:v}
+        return self.options|dict(gradient_accumulation_plugin=replace(plugin, num_steps=v))
 
     def adopt(self,
         member:Membership, # Of this process, or `None` to forget it
