@@ -266,8 +266,7 @@ def host_table(
     "Return how each machine of `engine` answers, and reaches the first; raise `EngineError` for one that does not"
     with Launcher(engine) as launcher:
         addr,port,ways = launcher.meet()
-        agents = zip(launcher.agents, launcher.hellos, ways)
-        rows = [(o.name, f'{o.seconds:.1f} s', ', '.join(h['addresses']), way or '?') for o,h,way in agents]
+        rows = [(o.name, f'{o.seconds:.1f} s', ', '.join(o.hello['addresses']), way or '?') for o,way in zip(launcher.agents, ways)]
     return f'{as_table(["machine","answered after","its addresses",f"way to {addr}"], rows)}\nranks meet at port {port} of {addr}'
 
 def on_hosts(

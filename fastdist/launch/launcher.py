@@ -301,12 +301,14 @@ class RemoteAgent:
     def __init__(self, name:str, channel):
         self.name,self.channel,self.link,self.ranks,self.answers = name,channel,channel.link,{},SimpleQueue()
         self.hello,self.silent,self.taking = None,0,False
+        self.began,self.seconds = time.monotonic(),None # `seconds` until its first frame
         self.link.open()
         Thread(target=self._read, daemon=True).start()
 
     def _read(self):
         with suppress(OSError,ValueError):
             for msg,data in self.link:
+                if self.seconds is None: self.seconds = time.monotonic()-self.began
                 self._take(msg.pop('kind'), data, **msg)
                 self.silent = 0
         self.answers.put(None)
