@@ -262,6 +262,11 @@ class Evaluate(JobCallback):
         "Let metrics accumulate again, also after an error"
         for m in self._loss_metric+self.learn.metrics: self._set_silent(m, False)
 
+    def forget(self):
+        "Forget how metrics are merged, and the reduction of losses, after an error that ranks had at different places"
+        self.ways,self.planned,self.unknown = {},[],set()
+        self.reduction.forget()
+
     def _loss_numbers(self, n):
         "Return this rank's part of numerator and denominator of the batch's loss, and its size"
         with plain():

@@ -192,6 +192,10 @@ class Reduction:
         self.noted = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
         self.asked,self._key,self._kind = {},None,None # id of a loss -> what is known of it; the loss that was noted last, with its `reduction`; its kind
 
+    def forget(self):
+        "Forget what is known of losses: an error has ended ranks at different places, and they ask together"
+        self.asked,self._key,self._kind,self.noted = {},None,None,False
+
     def of(self,
         f # A loss
     ): # Namespace: `told`, `kind`, number of `calls`
