@@ -74,8 +74,8 @@ class Failures:
     def delay(self,
         gap:float # Seconds for which this process was suspended
     ):
-        "Count the time from the end of the suspension"
-        if self.now: self.now.received += gap
+        "Count the time from the end of the suspension; an error may have been received after that"
+        if self.now: self.now.received = min(time.monotonic(), self.now.received+gap)
 
     def begin(self):
         "Begin the next generation"

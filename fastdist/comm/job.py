@@ -109,7 +109,7 @@ class JobState:
     def guarded(self,
         f:callable, # What a thread does
         client, # Its connection to the store
-        after:callable=noop # Called again and again where it has failed, until this rank leaves
+        after:callable=None # Called again and again where it has failed, until this rank leaves
     ):
         "Call `f`; let all ranks know where it fails"
         try: return f()
@@ -120,7 +120,7 @@ class JobState:
             with suppress(Exception):
                 sys.stderr.write(f'fastdist: rank {self.rank}: {text}')
                 self.report(client, self.rank, text, gone=True)
-        while not self.leaving:
+        while after and not self.leaving:
             after()
             time.sleep(.1)
 
@@ -187,9 +187,9 @@ class Listener:
                 what,*args = json.loads(client.get(f'inbox/{state.rank}/{n}'))
                 if what=='end': return
                 if what=='failed': state.receive(*args, RankFailure(*json.loads(client.get(f'failed/{args[0]}'))))
-                else: state.left.add(0)
+                else: return state.left.add(0) # its store ends with it, and torch prints where one waits there
         except DistNetworkError:
-            if not state.leaving and 0 not in state.left: state.lose_rank0()
+            if not state.leaving: state.lose_rank0()
             state.offline = True
 
 # %% ../../nbs/104_comm.job.ipynb #2f1a60f8
@@ -223,11 +223,11 @@ class Watchdog:
             looked,nth = now,nth+1
             self.progress.look(now, gap)
             self.presence.hang_up()
-            if state.offline: continue
+            if state.offline or 0 in state.left: continue
             with suppress(DistNetworkError): # rank 0 is gone, which the listener finds out
                 self.client.set(f'report/{state.rank}', json.dumps(dict(nth=nth, generation=state.generation)|self.progress.report(now, state.patience)))
                 if state.rank: self._look_at_rank0(now, gap)
-                elif state.met and 0 not in state.left: self._judge(now, gap)
+                elif state.met: self._judge(now, gap)
 
     def _exists(self, rank):
         "Return whether the process of `rank` exists"
@@ -249,7 +249,7 @@ class Watchdog:
     def _look_at_rank0(self, now, gap):
         "On other ranks: find out whether rank 0 answers, without the store, which would wait for it"
         silent = self.ping.silent(now, gap)
-        if silent<=self.state.patience+5 or 0 in self.state.left: return
+        if silent<=self.state.patience+5: return
         self.client.set('given up', self.state.lose_rank0(silent)) # rank 0 finds it when it is continued
         self.store.disconnect()
 
@@ -317,12 +317,19 @@ class Farewell:
         if not state.failures.gone: self._wait_until(lambda: shows in state.left, 10)
         time.sleep(1)
 
+    def end(self,
+        listener:threading.Thread # Of this rank
+    ):
+        "End the listener, which may wait for rank 0's answer"
+        with suppress(DistNetworkError):
+            if listener.is_alive() and not self.state.offline: self.state.send(self.store, self.state.rank, 'end')
+        listener.join()
+
     def say(self)->bool:
-        "Say that this rank has left; return whether no other rank needs this one any more. Rank 0 waits for those that leave now, and does not after an error, which it may have to show first"
+        "Say that this rank has left, when none of its threads needs the store any more; return whether no other rank needs this one. Rank 0 waits for those that leave now, and does not after an error, which it may have to show first"
         state,store = self.state,self.store
         gone = {state.failures.gone.rank} if state.failures.gone else set()
         with suppress(DistNetworkError): # rank 0 has ended or does not answer, and this rank leaves nevertheless
-            if not state.offline: state.send(store, state.rank, 'end')
             if not state.offline: store.append('left', f'{state.rank} ')
         if state.rank: return not state.offline
         all_left = lambda: len(state.left | gone)==state.size
@@ -507,18 +514,20 @@ class Job:
         "End this rank's part in the job; safe to call twice"
         if self.shared.leaving: return
         self.interrupt.enabled = False
-        if self.threads: self.farewell.wait()
-        needless = not self.threads or self.farewell.say() # the watchdog still sees whether rank 0 answers
+        listener,watchdog = self.threads or (None,None)
+        if listener: self.farewell.wait()
+        if listener: self.farewell.end(listener) # the watchdog still sees whether rank 0 answers
         self.shared.leaving = True
         _live.discard(self)
-        self._end_threads()
+        if watchdog: self._end(watchdog)
+        needless = not self.threads or self.farewell.say()
         self.interrupt.signal.uninstall()
         if self.watchdog: self.watchdog.close()
         if self.store: self.store.close(serve=not needless)
         self.store = self.votes = self.farewell = self.watchdog = None # with their connections
         self.threads = []
 
-    def _end_threads(self):
+    def _end(self, watchdog):
         with self.shared.news: self.shared.news.notify_all()
         if self.shared.offline: self.store.disconnect()
-        for o in self.threads: o.join()
+        watchdog.join()

@@ -91,7 +91,7 @@ class Ping:
         gap:float=0. # Seconds for which this process was suspended since the last call
     )->float:
         "Return for how many seconds the threads of the process have not answered"
-        self.answered += gap
+        self.answered = min(now, self.answered+gap)
         if self.sock and self._hung_up(): self.close()
         if self.sock is None: self.answered = now
         if self.sock is None and now-self.asked>=self.every: self._call(now)
