@@ -17,7 +17,7 @@ from fastdist.comm.collectives import gather_objs
 from fastdist.comm.rng import kept_random
 from fastdist.launch.group import Membership
 from fastdist.tools.checks import _off as off
-from fastdist.tools.straggler import shown_parts
+from fastdist.tools.timeline import shown_parts
 from fastdist.parallel.ddp import Carrier,is_direct
 from fastdist.parallel.backward import each_backward
 from fastdist.parallel.foreach import lists_ctx

@@ -93,7 +93,6 @@ Modules:
 - `fastdist.tools.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
 - `fastdist.tools.desync`: A callback that finds the step after which ranks no longer train the same model
 - `fastdist.tools.step_clock`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
-- `fastdist.tools.straggler`: The rank for which the others wait, by how much it is late, and in what
 - `fastdist.tools.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
 - `fastdist.tools.trace`: A record of what the first steps of a fit leave, which another process can be compared with
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning

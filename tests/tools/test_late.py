@@ -3,7 +3,7 @@ import numpy as np,pytest
 from functools import partial
 from fastcore.test import test_eq
 from fastdist.tools.step_clock import parts
-from fastdist.tools.straggler import Steps,find_late,sentence
+from fastdist.tools.timeline import Steps,find_late,sentence
 
 def steps(own):
     "Steps of ranks whose data take `own` ms and that then wait for the last one"
