@@ -18,8 +18,8 @@ from fastdist.comm.rng import kept_random
 from fastdist.launch.group import Membership
 from fastdist.tools.checks import _off as off
 from fastdist.tools.timeline import shown_parts
-from fastdist.parallel.ddp import Carrier,is_direct
-from fastdist.parallel.backward import each_backward
+from fastdist.parallel.layout import Carrier,is_direct
+from fastdist.parallel.passes import each_backward
 from fastdist.parallel.foreach import lists_ctx
 from fastdist.shard.model import RowCarrier,Shards
 from work import cnn,mlp,resnet18
@@ -640,12 +640,13 @@ def _plain(model, x, y): F.cross_entropy(model(x), y).backward()
 @check('group')
 def carried_numbers(at):
     "DDP's direct forward pass, a backward pass over loss and numbers, with and without `device_ids`"
-    one,numbers = _grads(at, _plain),torch.tensor([3.,.5,1.], device=at.device)
+    one = _grads(at, _plain)
     def run(ids, model, x, y):
         ddp = DistributedDataParallel(Carrier(model), device_ids=ids)
         assert is_direct(ddp)
         args,kwargs = ddp._pre_forward(x)
         loss = F.cross_entropy(ddp._post_forward(model(*args, **kwargs)), y)
+        numbers = torch.arange(len(ddp.module.carry), dtype=torch.float32, device=at.device)
         with each_backward(lambda run, t, g, kw: run((t,ddp.module.carry), (torch.ones_like(t),numbers))): loss.backward()
         ddp._check_reducer_finalized()
         assert torch.equal(ddp.module.carry.grad, numbers)

@@ -61,13 +61,11 @@ Modules:
 - `fastdist.launch.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits
 - `fastdist.launch.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher
 - `fastdist.learner`: Contexts in which a Learner trains on N ranks, or on several GPUs of one process
-- `fastdist.parallel.backward`: Backward passes are seen where they begin, and gradients that DDP does not see are averaged
 - `fastdist.parallel.context`: From joining a job to leaving it: the connections, the device, the precision, and who prints
-- `fastdist.parallel.ddp`: Each rank holds the whole model, and `DistributedDataParallel` averages gradients, with two numbers among them
 - `fastdist.parallel.foreach`: fastai's optimizers step lists of tensors
-- `fastdist.parallel.layout`: Layout of parameters on ranks: the one interface between a Learner's training and DDP
+- `fastdist.parallel.layout`: Layout of parameters on ranks, and the layout in which each rank holds all of them
 - `fastdist.parallel.norms`: Norms of the models of a fit count the samples of all ranks
-- `fastdist.parallel.proxy`: The user's model stays in the Learner; its forward pass in training goes through a wrapper
+- `fastdist.parallel.passes`: Forward passes of training go through a wrapper, and backward passes are seen where they begin
 - `fastdist.parallel.seeding`: A Learner whose random numbers are a function of the seed, the step and the sample
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.shard.files`: Files of a model in shards: whole tensors are read into rows, and rows are written by each rank
@@ -117,7 +115,7 @@ from .data.loader import DistributedDL
 from .state.checkpoint import Checkpoint
 from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer
-from .parallel.proxy import ParallelTrainer
+from .parallel.passes import ParallelTrainer
 from . import learner,saving
 from .tools.desync import DesyncCheck
 from .tools.timeline import Timeline

@@ -30,7 +30,7 @@ from .launch.options import *
 from .comm.rank0 import *
 from .comm.rng import *
 from .data.loader import *
-from .parallel.proxy import *
+from .parallel.passes import *
 from .train.step import *
 from .train.trainer import *
 from .tools.trace import *

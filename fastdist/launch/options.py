@@ -408,14 +408,13 @@ class ProcessAccelerator:
 
     def prepare(self,
         model:torch.nn.Module, # On its device
-        carrier:callable=None, # `carrier(model)` has the forward pass of `model` and a parameter `carry`; `model` itself by default
-        left=() # Parameters of `model` that are not in the exchange
+        carrier:callable=None # `carrier(model)` has the forward pass of `model` and a parameter `carry`; `model` itself by default
     )->torch.nn.Module: # In `DistributedDataParallel` if there are several ranks and it has trainable parameters; compiled if the options say so
         "Return the module for the forward pass of training; `model` itself is not changed"
         self.carry,shared = None,model
         if carrier and self.world.size>1 and any(p.requires_grad for p in model.parameters()):
             shared = carrier(model)
-            self._fit_for_ddp(shared, left)
+            self._fit_for_ddp(shared)
         self.acc.ddp_handler = replace(self.ddp_options, broadcast_buffers=self._buffers_each_step(model))
         with accelerate_env(self.world), catch_warnings():
             filterwarnings('ignore', '.*broadcast_buffers', FutureWarning) # Accelerate passes it, not the user
@@ -423,14 +422,13 @@ class ProcessAccelerator:
         vars(shared).pop('_is_accelerate_prepared', None)
         return res
 
-    def _fit_for_ddp(self, shared, left):
-        "Let DDP wait for the gradients that a backward pass gives: not for those of a carrier that carries nothing, of `left`, and of parameters without elements"
+    def _fit_for_ddp(self, shared):
+        "Let DDP wait for the gradients that a backward pass gives: not for those of a carrier that carries nothing, and of parameters without elements"
         opts = self.ddp_options
         carries = not opts.find_unused_parameters and opts.comm_hook==DDPCommunicationHookType.NO # DDP averages numbers exactly then
         if carries: self.carry = shared.carry
         shared.carry.requires_grad_(carries)
-        ids = {id(p) for p in left}
-        out = [n for n,p in shared.named_parameters(remove_duplicate=False) if id(p) in ids or not p.numel()]
+        out = [n for n,p in shared.named_parameters(remove_duplicate=False) if not p.numel()]
         for p in shared.parameters(): vars(p).pop('_ddp_ignored', None) # of a wrapper before
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(shared, out)
 

@@ -29,7 +29,7 @@ from fastai.optimizer import (Lookahead,adam_step,average_grad,average_sqr_grad,
     sgd_step,step_stat,weight_decay,debias)
 from ..base.errors import *
 from ..evaluate.recorder import *
-from .backward import *
+from .passes import *
 
 _update = private('fastai.optimizer:_update')
 

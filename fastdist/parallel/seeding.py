@@ -44,7 +44,7 @@ from ..comm.draws import *
 from ..data.loader import *
 from ..evaluate.probe import *
 from ..evaluate.mixing import *
-from .proxy import *
+from .passes import *
 
 # %% ../../nbs/507_parallel.seeding.ipynb #d36ae8c9
 _whole,_part = 9,5 # rows of the two runs

@@ -26,7 +26,7 @@ from ..comm.collectives import *
 from ..state.snapshot import *
 from ..state.serialize import *
 from ..state.dcp import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 from ..parallel.foreach import *
 from .rows import *
 from .model import *

@@ -25,7 +25,7 @@ from ..comm.collectives import *
 from ..comm.draws import *
 from ..evaluate.probe import *
 from ..evaluate.mixing import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 from .wrap_policy import *
 from .model import *
 

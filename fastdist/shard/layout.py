@@ -33,7 +33,7 @@ from ..launch.group import *
 from ..comm.collectives import *
 from ..state.consistency import *
 from ..state.replicas import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 from ..parallel.norms import *
 from ..parallel.layout import *
 from ..parallel.context import *
@@ -421,16 +421,14 @@ class Sharded(Layout):
         self.requests,self.counting = Requests(job.world.size),job.control.exchanges.of('the training step', 'step')
         self.passes,opts = ForwardPasses(self.models, alone),OptimizerShards(self.models)
         self.sharder,self.unsharder = Sharder(job, self.plan, self.models, opts, self.passes),Unsharder(job, self.models, opts)
-        self.files,self.norms,self.wrappers = ShardFiles(self.unsharder),Norms(sync_bn),Wrappers(lambda t: self.models[t.model])
-        self.mixing,self.numbers = ExitStack(),ExitStack()
-        self.forget()
+        self.files,self.mixing,self.numbers = ShardFiles(self.unsharder),ExitStack(),ExitStack()
+        super().__init__(self.models.get, Norms(sync_bn))
 
     def forget(self):
         "End the fit, with the mixing of tensors in shards and others"
+        super().forget()
         self.mixing.close()
-        self.norms.forget()
-        self.wrappers.forget()
-        self.others,self.trained,self.through,self.shards = OtherTensors(),None,None,None
+        self.shards = None
         for m in self.models: m.set_requires_gradient_sync(True)
         self.passes.end()
         self.models.rest()
@@ -444,10 +442,8 @@ class Sharded(Layout):
         scale_rows(learn)
         self.mixing.close()
         if any(s.how['ignored_params'] for s in self.models.values()): self.mixing.enter_context(implicit_replication())
-        self.trained,self.shards,other = self.wrappers.of(learn)
-        self.through,self.checked = learn.model,False
-        self.others.share(self.trained, learn.loss_func)
-        if other: self.norms.sync(learn.model)
+        other = super().wrap(learn)
+        self.shards,self.through,self.checked = self.through,learn.model,False
         return other
 
     def enter(self, learn):

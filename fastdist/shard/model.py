@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from fastcore.all import *
 from fastai.basics import *
 from ..state.replicas import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 from .rows import *
 
 # %% ../../nbs/603_shard.model.ipynb #f7c770e7

@@ -27,7 +27,7 @@ from fastai.basics import *
 from fastai.optimizer import (Lookahead,_update,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,qhadam_step,
     radam_step,rms_prop_step,sgd_step,step_stat,weight_decay)
 from ..comm.collectives import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 from ..parallel.foreach import *
 from .rows import *
 from .model import *

@@ -20,7 +20,7 @@ from fastcore.all import *
 from fastai.basics import *
 from ..launch.world import *
 from ..comm.collectives import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 
 # %% ../../nbs/602_shard.rows.ipynb #63e3a066
 def rows_of(

@@ -181,7 +181,7 @@ class CheckpointWriter:
         mine = dict(packed=pack(now.of_rank(left), f'ranks.{fit.rank}'))
         if shared: mine |= shared.seen()
         ranks = gather_objs(mine, dst=0) if fit.size>1 else [mine]
-        more = dict(rows=fit.rows, before=self.resume.before, buckets=[] if ended else fit.layout.orders())
+        more = dict(rows=fit.rows, before=self.resume.before, looks=fit.layout.looks)
         about = dict(fit=fit.number, epoch=epoch, batch=batch, ended=ended, steps=fit.steps, ranks=fit.size,
             threads=torch.get_num_threads(), logs=self.logs.sizes, facts=self.resume.facts)
         if fit.rank==0: self._write(now, more, ranks, about)

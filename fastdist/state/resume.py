@@ -205,8 +205,7 @@ class LocalLoaders:
 class LocalLayout:
     "Layout of a model that one process has; on ranks the job hands over an object with the same names, and with `files`, which take a state apart, where it `gathers`"
     gathers = False # whether each rank has its rows of the model
-    def orders(self)->list: return [] # in which gradients are exchanged
-    def settle(self, orders): "Let the first step exchange gradients in `orders`"
+    looks = False # whether each step looks for parameters without a gradient
 
 # %% ../../nbs/411_state.resume.ipynb #f661505f
 _firsts = WeakKeyDictionary() # Learner -> path -> values before its first fit
@@ -306,7 +305,7 @@ class Resume:
         if gathers: state = fit.layout.files.rejoined(fit.learn, state, Path(found['path']))
         put_back(fit.learn, state, mine, found['path'])
         fit.steps,self.before = found['about']['steps'],learner['before']
-        if not found['done']: fit.layout.settle(learner['buckets'])
+        if not found['done']: fit.layout.looks = learner['looks']
         for cb in fit.helpers: cb.after_put_back()
 
     def _mine(self):

@@ -24,7 +24,7 @@ from ..launch.world import *
 from ..launch.group import *
 from ..comm.collectives import *
 from ..state.replicas import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 
 # %% ../../nbs/801_tools.checks.ipynb #870a0e39
 class Blobs:

@@ -29,7 +29,7 @@ from ..launch.group import *
 from ..launch.callbacks import *
 from ..comm.collective_log import *
 from ..comm.collectives import *
-from ..parallel.proxy import *
+from ..parallel.passes import *
 from .step_clock import *
 
 # %% ../../nbs/804_tools.timeline.ipynb #fca3394c

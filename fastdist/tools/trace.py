@@ -33,7 +33,7 @@ from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..state.snapshot import *
 from ..state.checkpoint import *
-from ..parallel.proxy import *
+from ..parallel.passes import *
 
 _inner_loop = private('fastai.callback.core:_inner_loop')
 

@@ -18,7 +18,7 @@ from fastai.basics import *
 from ..base.errors import *
 from ..launch.callbacks import *
 from ..state.replicas import *
-from ..parallel.proxy import *
+from ..parallel.passes import *
 
 _BatchNorm = private('torch.nn.modules.batchnorm:_BatchNorm')
 
@@ -67,7 +67,7 @@ class Buffers(JobCallback):
         "Copy rank 0's buffers to all ranks, where they differ"
         if self.phases.size==1: return
         own,norms,bufs = own_model(self.learn),self.layout.norms,{}
-        for m in self.layout.wrappers.models: # of this fit
+        for m in self.layout.wrapped_models: # of this fit
             if m is not own: bufs |= {f'{type(m).__name__}.{n}':b for n,b in m.named_buffers()}
         bufs |= learner_buffers(self.learn)
         quiet = set() if norms.on else {id(b) for m in own.modules() if isinstance(m, _BatchNorm) for b in m.buffers()}

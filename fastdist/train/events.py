@@ -34,7 +34,7 @@ from ..data.loader import *
 from ..evaluate.probe import *
 from ..evaluate.recorder import *
 from ..state.snapshot import *
-from ..parallel.proxy import *
+from ..parallel.passes import *
 
 _events,_inner_loop,_cast_tensor = map(private, ('fastai.callback.core:_events','fastai.callback.core:_inner_loop','fastai.learner:_cast_tensor'))
 

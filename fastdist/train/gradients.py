@@ -38,8 +38,7 @@ from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..evaluate.recorder import *
 from ..evaluate.mixing import *
-from ..parallel.proxy import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 from .events import *
 from .scale import *
 

@@ -24,7 +24,7 @@ from ..launch.callbacks import *
 from ..data.fetch import *
 from ..data.loader import *
 from ..evaluate.recorder import *
-from ..parallel.proxy import *
+from ..parallel.passes import *
 from ..parallel.foreach import *
 from ..parallel.context import *
 from .events import *

@@ -51,11 +51,9 @@ from ..state.snapshot import *
 from ..state.checkpoint import *
 from ..state.replicas import *
 from ..state.consistency import *
-from ..parallel.proxy import *
-from ..parallel.backward import *
+from ..parallel.passes import *
 from ..parallel.foreach import *
 from ..parallel.layout import *
-from ..parallel.ddp import *
 from ..parallel.context import *
 from ..parallel.seeding import *
 from .process import *
@@ -89,7 +87,7 @@ def _plan(shard, plugin, keep, handlers):
     return shard_plan(shard, plugin, os.environ, keep, handlers)
 
 def _layout(job, plan, sync_bn, alone):
-    if job.world.size==1: return OneProcess(job.live.prepare)
+    if job.world.size==1: return Layout(job.live.prepare)
     if plan is None: return Replicated(job.live, job.control.exchanges, sync_bn)
     with _fsdp(): from fastdist.shard.layout import Sharded # what it imports of torch takes half a second
     return Sharded(job, plan, sync_bn, alone)

@@ -9,7 +9,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastdist import *
 from fastdist.train.events import cancels
 from fastdist.comm.job import current_job
-from fastdist.parallel.backward import local
+from fastdist.parallel.passes import local
 from accelerate.state import PartialState
 
 for o in ('torch._dynamo','fastdist.shard.layout'): import_module(o) # imported when a model is wrapped, for two seconds; forked ranks have them then

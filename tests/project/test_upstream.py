@@ -24,7 +24,7 @@ train.trainer fastai.callback.schedule:LRFinder before_fit after_fit
 train.trainer fastai.callback.schedule:ParamScheduler before_fit
 train.scale fastai.callback.training:GradientAccumulation before_fit after_loss before_step
 parallel.context fastai.callback.fp16:MixedPrecision __init__ before_fit before_batch after_pred after_loss before_backward before_step after_step after_fit
-parallel.backward torch.autograd: backward
+parallel.passes torch.autograd: backward
 shard.optimizer torch.amp.grad_scaler:GradScaler _unscale_grads_ unscale_ step _maybe_opt_step
 evaluate.recorder fastai.torch_core: flatten_check find_bs to_detach
 evaluate.recorder fastai.learner:Recorder after_batch

@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastdist import *
 from fastdist.shard.plan import ShardPlan
 from fastdist.state.replicas import fingerprint
-from fastdist.parallel.backward import local
+from fastdist.parallel.passes import local
 from fastdist.shard.wrap_policy import choose_units
 from collectives import counting
 from test_shard_plans import plugin,Block

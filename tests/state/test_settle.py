@@ -7,8 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from fastai.vision.all import *
 from fastdist import *
-from fastdist.parallel.ddp import Buckets
-from fastdist.parallel.ddp import Carrier
+from fastdist.parallel.layout import Carrier,Wrapped
 
 pytestmark = pytest.mark.replicas # shards have no buckets
 
@@ -59,34 +58,32 @@ class Leave(Callback):
     def after_batch(self):
         if not self.training or self.train_iter!=self.at: return
         model,opt,layout = self.learn.model,self.opt,self.learn.distributed_trainer.layout
-        self.res = deepcopy((model.state_dict(),opt.state_dict(),[p.grad for p in model.parameters()])),torch.get_rng_state(),layout.orders()
+        self.res = deepcopy((model.state_dict(),opt.state_dict(),[p.grad for p in model.parameters()])),torch.get_rng_state(),layout.looks
 
 class GoOn(Callback):
     "Begins from such a state"
-    def __init__(self, state, settle): self.state,self.settle = state,settle
+    def __init__(self, state): self.state = state
     def before_batch(self):
         if self.state is None: return
-        ((model,opt,grads),rng,orders),self.state = deepcopy(self.state),None
+        ((model,opt,grads),rng,looks),self.state = deepcopy(self.state),None
         self.learn.model.load_state_dict(model)
         self.opt.load_state_dict(opt)
         torch.set_rng_state(rng)
         for p,g in zip(self.learn.model.parameters(), grads): p.grad = g # fastai steps parameters whose gradient is zero, and none without
-        if self.settle: self.learn.distributed_trainer.layout.settle(orders)
+        self.learn.distributed_trainer.layout.looks = looks
 
 def fitted(learn, cb, cbs=None, lr=.01, **kw):
     with learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging(): learn.fit(1, lr, cbs=[cb,*L(cbs)])
     return torch.cat([o.double().flatten() for o in learn.model.state_dict().values()])
 
-def apart(rank, size, mk, at, cbs=lambda at: None, opt=Adam, settled=(True,False), **kw):
-    "Numbers that differ between an undisturbed fit and one that went on after `at` batches, with and without its layout"
+def apart(rank, size, mk, at, cbs=lambda at: None, opt=Adam, **kw):
+    "How many numbers differ between an undisturbed fit and one that went on after `at` batches"
     cb = Leave(at)
     whole = fitted(learner(mk, opt=opt), cb, cbs(0), **kw)
-    return [(fitted(learner(mk, at*4*size, opt=opt), GoOn(cb.res, o), cbs(at), **kw)!=whole).sum().item() for o in settled]
+    return (fitted(learner(mk, at*4*size, opt=opt), GoOn(cb.res), cbs(at), **kw)!=whole).sum().item()
 
 def check(size, *args, **kw):
-    for settled,fresh in on_ranks(lambda rank: apart(rank, size, *args, **kw), size):
-        test_eq(settled, 0)
-        assert fresh
+    test_eq(on_ranks(lambda rank: apart(rank, size, *args, **kw), size), [0]*size)
 
 @pytest.mark.parametrize('mk', [mlp,cnn,Rnn,Odd,Empties])
 def test_first_step_is_bit_for_bit(mk): check(3, mk, 4)
@@ -114,7 +111,7 @@ class Experts(Module):
 @pytest.mark.parametrize('size', [2,3,4])
 def test_parameters_that_some_rank_does_not_use(size):
     "A state between two such batches, after which the fit has to look for them as before"
-    for settled,_ in on_ranks(lambda rank: apart(rank, size, Experts, 4, cbs=Count, settled=(True,True)), size): test_eq(settled, 0)
+    check(size, Experts, 4, cbs=Count)
 
 def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD, lr=.5) # plain SGD makes little of a last digit
 
@@ -138,20 +135,21 @@ def test_wrappers_that_are_made_later(at): check(3, mlp, at, cbs=Thaw)
 
 @pytest.mark.parametrize('size,options', [(2,{}), (3,dict(find_unused_parameters=True))])
 def test_buckets_that_stay_as_they_are(size, options):
-    kw = dict(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
-    test_eq(on_ranks(lambda rank: apart(rank, size, mlp, 4, **kw), size), [[0,0]]*size)
+    check(size, mlp, 4, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
 
 def nothing_moves(rank):
     model,seen = mlp(),[]
     model.register_forward_hook(lambda *_: seen.append(1))
+    model[0].weight.register_hook(lambda g: seen.append('gradient'))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append('accumulated'))
     ddp,old = DistributedDataParallel(Carrier(model)),[p.grad for p in model.parameters()]
     model[0].weight.grad = g = torch.full_like(model[0].weight, rank)
     before,rng = deepcopy(model.state_dict()),torch.get_rng_state()
-    with torch.no_grad(): Buckets(ddp).lay([n for n,_ in ddp.module.named_parameters()][::-1])
+    with torch.no_grad(): Wrapped(ddp, ddp.module.carry).lay()
     test_eq((seen,model[0].weight.grad is g,g.mean().item(),[p.grad for p in model.parameters()][1:]), ([],True,rank,old[1:]))
     assert_close(model.state_dict(), before, rtol=0, atol=0)
     test_eq(rng, torch.get_rng_state())
     torch.autograd.backward((ddp(torch.ones(4,64)).sum(),ddp.module.carry), (None,torch.zeros_like(ddp.module.carry)))
-    return len(seen),[n for n,p in model.named_parameters() if p.grad is None]
+    return seen,[n for n,p in model.named_parameters() if p.grad is None]
 
-def test_nothing_else_moves(): test_eq(on_ranks(nothing_moves, 3), [(1,[])]*3)
+def test_nothing_else_moves(): test_eq(on_ranks(nothing_moves, 3), [([1,'gradient','accumulated'],[])]*3)

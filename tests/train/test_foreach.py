@@ -9,7 +9,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.optimizer import *
 from fastdist import *
-from fastdist.parallel.backward import each_step,local
+from fastdist.parallel.passes import each_step,local
 from fastdist.parallel.foreach import *
 
 l2 = dict(wd=.1, decouple_wd=False)
