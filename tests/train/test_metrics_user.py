@@ -283,6 +283,29 @@ def with_sum(learn):
 @sizes
 def test_a_sum_is_found_with_one_sample_a_rank(size): check(partial(task, *tasks['classes'][:3], lambda n: []), size, dict(summed=with_sum), [(7,1)], **exact)
 
+def shows_nothing(p, y): return 0*F.cross_entropy(p, y)
+
+class FailsOnce(Callback):
+    "Raises an error on the last rank in its first batch, while the others ask how the loss reduces"
+    done = False
+    def after_pred(self):
+        if rank_distrib()==num_distrib()-1 and not self.done: raise ValueError('once')
+        self.done = True
+
+def fits_again(rank):
+    learn = task(*tasks['classes'][:3], lambda n: [], 37, 4, rank)
+    learn.loss_func = shows_nothing
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+        try: learn.fit(1, .01, cbs=FailsOnce())
+        except (ValueError,RankError) as e: failed = 'once' in str(e)
+        learn.fit(2, .01)
+    return failed,[list(o) for o in learn.recorder.values]
+
+@sizes
+def test_after_an_error_ranks_ask_together_again(size):
+    "No batch shows how the loss reduces, so ranks ask again at batches that they count, all from the same one on"
+    test_eq(on_ranks(fits_again, size, timeout=60, join=False), [(True,[[0.,0.]]*2)]*size)
+
 class Replaces(Callback):
     "Has another loss for a while"
     def __init__(self, loss, begin='before_validate', end='after_validate', order=0): self.loss,self.begin,self.end,self.order = loss,begin,end,order
