@@ -13,7 +13,7 @@ def score(p, y):
 def filled(rank, n, classes, bs):
     "A metric that has its rank's predictions, and its state before"
     from fastai.metrics import AccumMetric
-    from fastdist.evaluate.merge import zero_state
+    from fastdist.evaluate.metrics import zero_state
     m,g = AccumMetric(score, flatten=False),torch.Generator().manual_seed(rank)
     m.reset()
     zero = zero_state(m)

@@ -44,8 +44,7 @@ Modules:
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
 - `fastdist.evaluate.evaluate`: Validation losses, metrics and predictions, as one process would have them
 - `fastdist.evaluate.loss`: Reduction and normaliser of a Learner's loss, found by all ranks together, and the loss of all ranks
-- `fastdist.evaluate.merge`: Merge the states of a metric on all ranks into the state of one process, in a way that is known, stated or found by a probe
-- `fastdist.evaluate.metrics`: Metrics and losses of all ranks, merged in one exchange
+- `fastdist.evaluate.metrics`: The states of a metric on all ranks are merged into that of one process, in one exchange
 - `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, and hooks on parameters that are not linear, found by a probe
 - `fastdist.evaluate.probe`: A function of samples is run whole and in parts, once, on copies, and its results are compared
 - `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic

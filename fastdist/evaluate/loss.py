@@ -17,11 +17,12 @@ from types import SimpleNamespace,FunctionType
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
-import sys,torch,numpy as np
+import sys,torch
 from functools import partial as Partial
 from inspect import signature
 from torch import nn
 from torch.nn import functional as F
+from fastai.callback.mixup import MixHandler
 from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
 from fastai.torch_core import find_bs
 from ..base.errors import *
@@ -29,34 +30,37 @@ from ..launch.pickling import *
 from ..launch.world import *
 from ..comm.collectives import *
 from .probe import *
-from .merge import *
+from .metrics import *
 
 # %% ../../nbs/304_evaluate.loss.ipynb #2da11b8d
-def _mixed(loss_func): return getattr(getattr(loss_func, '__self__', None), 'old_lf', None)
+def _mixed(loss_func):
+    "Return the loss that fastai's `MixUp` or `CutMix` mixes where `loss_func` is theirs, else `loss_func`"
+    owner = getattr(loss_func, '__self__', None)
+    return owner.old_lf if isinstance(owner, MixHandler) else loss_func
 
 def stated(
     loss_func # The loss
 )->str: # `None` if it has neither
     "Return the `reduction` of `loss_func`, an attribute or a bound argument"
-    f = loss_func
-    return f.keywords.get('reduction') or stated(f.func) if isinstance(f, Partial) else getattr(f, 'reduction', None)
+    if not isinstance(loss_func, Partial): return getattr(loss_func, 'reduction', None)
+    return loss_func.keywords.get('reduction') or stated(loss_func.func)
 
 def is_summed(
     loss_func # The loss; of `MixUp` and `CutMix` the loss that they mix
 )->bool:
     "Return whether the `reduction` of `loss_func` is a sum over the batch"
-    return stated(_mixed(loss_func) or loss_func)=='sum'
+    return stated(_mixed(loss_func))=='sum'
 
 # %% ../../nbs/304_evaluate.loss.ipynb #2da11b90
-def _class_options(loss_func):
-    "Return class weights and ignored target of a cross entropy with a mean, else `None`"
-    f = getattr(loss_func, 'func', loss_func) if not isinstance(loss_func, Partial) else loss_func
-    if isinstance(loss_func, BaseLoss) and type(loss_func).__call__ is not BaseLoss.__call__: return
+def _class_options(f):
+    "Return class weights and ignored target of the loss `f`, a cross entropy with a mean, else `None`"
+    if isinstance(f, BaseLoss): return _class_options(f.func) if type(f).__call__ is BaseLoss.__call__ else None
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)):
-        own = type(f).forward not in (nn.CrossEntropyLoss.forward,nn.NLLLoss.forward) # a focal loss may be a subclass, and divide by something else
-        return (f.weight,f.ignore_index) if f.reduction=='mean' and not own else None
+        theirs = type(f).forward in (nn.CrossEntropyLoss.forward,nn.NLLLoss.forward) # a focal loss may be a subclass, and divide by something else
+        return (f.weight,f.ignore_index) if theirs and f.reduction=='mean' else None
     f,kw = (f.func,f.keywords) if isinstance(f, Partial) else (f,{})
-    return (kw.get('weight'),kw.get('ignore_index', -100)) if f in (F.cross_entropy,F.nll_loss) and kw.get('reduction', 'mean')=='mean' else None
+    if f not in (F.cross_entropy,F.nll_loss) or kw.get('reduction', 'mean')!='mean': return
+    return kw.get('weight'),kw.get('ignore_index', -100)
 
 # %% ../../nbs/304_evaluate.loss.ipynb #4571cbb4
 def has_normaliser(
@@ -64,10 +68,6 @@ def has_normaliser(
 )->bool:
     "Return whether the mean of `loss_func` divides by a number that depends on the targets"
     return _class_options(loss_func) is not None
-
-def _count(y, value):
-    "Return how often `value` is in `y`, on the CPU; Python counts a few faster than an array is looked through"
-    return y.tolist().count(value) if y.ndim==1 and y.shape[0]<=512 else int(np.count_nonzero(y.numpy()==value))
 
 def normaliser(
     loss_func, # The loss
@@ -77,7 +77,7 @@ def normaliser(
     opts = _class_options(loss_func)
     if opts is None or not isinstance(y, torch.Tensor) or y.is_floating_point(): return
     weight,ignored = opts
-    if weight is None and y.is_cpu: return y.numel()-_count(y, ignored)
+    if weight is None and y.is_cpu and y.ndim==1 and len(y)<=512: return len(y)-y.tolist().count(ignored) # Python counts a few faster
     real = y!=ignored
     res = real.sum() if weight is None else (weight.to(y.device)[torch.where(real, y, 0).long()]*real).sum()
     return res.item() if y.is_cpu else res
@@ -95,8 +95,9 @@ def often_ignores(
 def _sizes(o):
     "Return the possible numbers of samples in the nested `o`"
     if isinstance(o, torch.Tensor): return {len(o)} if o.ndim else set()
-    if isinstance(o, dict): return _sizes(tuple(o.values()))-{len(o)}
-    return {len(o)}.union(*map(_sizes, o)) if isinstance(o, (list,tuple)) else set()
+    if isinstance(o, dict): return _sizes([*o.values()])-{len(o)}
+    if not isinstance(o, (list,tuple)): return set()
+    return {len(o)}.union(*map(_sizes, o))
 
 def size_now(
     xb:tuple, # Inputs
@@ -106,27 +107,20 @@ def size_now(
     "Return the number of samples of a batch after the user's functions have changed it"
     if yb and isinstance(yb[0], torch.Tensor) and yb[0].shape[:1]==(planned,): return planned
     x,y = [set().union(*map(_sizes, b)) for b in (xb,yb)]
-    across = all(isinstance(b[0], torch.Tensor) and b[0].shape[1:2]==(planned,) for b in (xb,yb) if b) # time comes first
-    return planned if planned in x|y or len(x&y)!=1 or across else (x&y).pop()
+    if planned in x|y or len(x&y)!=1: return planned
+    firsts = [b[0] for b in (xb,yb) if b]
+    across = all(isinstance(o, torch.Tensor) and o.shape[1:2]==(planned,) for o in firsts) # time comes first
+    return planned if across else (x&y).pop()
 
 # %% ../../nbs/304_evaluate.loss.ipynb #5ba3e021
 def loss_module(
     loss_func # The loss: a module, a wrapper or a method of one, or a function
 )->nn.Module: # An empty module for a function
     "Return the module of `loss_func`"
-    f = _mixed(loss_func) or loss_func
+    f = _mixed(loss_func)
     while isinstance(f, (BaseLoss,Partial)): f = f.func
-    return next((o for o in (f,getattr(f, '__self__', None)) if isinstance(o, nn.Module)), nn.Module())
-
-# %% ../../nbs/304_evaluate.loss.ipynb #71e259e9
-def _theirs(o): return made_in(o).partition('.')[0] in ('torch','fastai')
-
-def _says(f):
-    "Return whether `f` is a function of torch or fastai, or an object whose computation is one of theirs"
-    if isinstance(f, Partial): return _says(f.func)
-    if isinstance(f, BaseLoss): return _theirs(type(f).__call__) and _says(f.func)
-    if isinstance(f, nn.Module): return 'forward' not in vars(f) and _theirs(type(f).forward)
-    return _theirs(f if hasattr(f, '__name__') else type(f).__call__)
+    if not isinstance(f, nn.Module): f = getattr(f, '__self__', None)
+    return f if isinstance(f, nn.Module) else nn.Module()
 
 # %% ../../nbs/304_evaluate.loss.ipynb #05a6ee83
 def has_two_means(
@@ -134,19 +128,25 @@ def has_two_means(
 )->bool:
     "Return whether `loss_func` is fastai's label smoothing with class weights: a mean over samples, and one over their weights"
     f = loss_module(loss_func)
-    return not _mixed(loss_func) and isinstance(f, LabelSmoothingCrossEntropy) and f.weight is not None and f.reduction=='mean'
+    if not isinstance(f, LabelSmoothingCrossEntropy) or _mixed(loss_func) is not loss_func: return False
+    return f.weight is not None and f.reduction=='mean'
 
 # %% ../../nbs/304_evaluate.loss.ipynb #820d80d7
-def _can_say(f):
-    "Return whether `f` has a `reduction`, or a parameter of that name"
-    if isinstance(f, Partial): return 'reduction' in f.keywords or _can_say(f.func)
-    return stated(f) is not None or isinstance(f, FunctionType) and 'reduction' in signature(f).parameters
+def _theirs(f): return made_in(f).partition('.')[0] in ('torch','fastai')
+
+def _does_as_stated(f):
+    "Return whether `f` is a loss of torch or fastai with a `reduction`"
+    if isinstance(f, Partial): return _does_as_stated(f.func)
+    if isinstance(f, BaseLoss): return _theirs(type(f).__call__) and _does_as_stated(f.func)
+    if isinstance(f, nn.Module): return 'forward' not in vars(f) and _theirs(type(f).forward) and hasattr(f, 'reduction')
+    return isinstance(f, FunctionType) and _theirs(f) and 'reduction' in signature(f).parameters
 
 def is_opaque(
     loss_func # The loss
 )->bool: # `True` also for one that `has_two_means`
     "Return whether only a trial can show the reduction of `loss_func`"
-    return has_two_means(loss_func) or not (_mixed(loss_func) or _says(loss_func) and _can_say(loss_func))
+    if _mixed(loss_func) is not loss_func: return False
+    return has_two_means(loss_func) or not _does_as_stated(loss_func)
 
 # %% ../../nbs/304_evaluate.loss.ipynb #71e25a03
 def loss_reduction(
@@ -155,12 +155,7 @@ def loss_reduction(
     yb:tuple # Targets
 )->str: # 'sum', 'mean', 'other', or 'unknown' if a probe would leave a mark, or would need other ranks; `None` if the batch does not show it
     "Return how `loss_func` reduces a batch, as a probe finds"
-    try: copies = Copies(loss_func)
-    except Exception: return 'unknown'
-    try:
-        with unnoticed(copies): return how_reduced(copies, (pred,*yb), find_bs(yb))
-    except Refused: return 'unknown'
-    except Exception: return
+    return probed(loss_func, lambda copies: how_reduced(copies, (pred,*yb), find_bs(yb)), refused='unknown')
 
 # %% ../../nbs/304_evaluate.loss.ipynb #d980c537
 class Unsettled:
@@ -171,16 +166,21 @@ class Unsettled:
         text:str # A clause about the script
     ):
         "Collect `text`, once"
-        if text not in self.found and text not in self.reported: self.found.append(text)
+        if text not in self.reported: self.found.append(text)
+        self.reported.add(text)
 
     def report(self):
         "Print what was collected since the last report, and the command that compares ranks with one process"
         if not self.found: return
-        sys.stderr.write(f'fastdist: {"; ".join(self.found)}. No probe settles whether that is what one process computes; fastdist-check --audit -- SCRIPT compares ranks with one process\n')
-        self.reported |= {*self.found}
+        sys.stderr.write(f'fastdist: {"; ".join(self.found)}. No probe settles whether that is what one process computes; '
+            'fastdist-check --audit -- SCRIPT compares ranks with one process\n')
         self.found = []
 
 # %% ../../nbs/304_evaluate.loss.ipynb #6e56ef17
+_neither = 'neither a sum nor a mean over samples','use a loss of fastai or torch, which say by what they divide'
+_two_means = ("the sum of two means, one over samples and one over their class weights, which no single weight of a rank's gradients makes those of one process",
+    'CrossEntropyLossFlat(weight=..., label_smoothing={}), which is one mean over class weights, and exact')
+
 class Reduction:
     "Reduction of the loss of `learn`, the same on all ranks"
     def __init__(self,
@@ -189,76 +189,71 @@ class Reduction:
     ):
         store_attr()
         self.unsettled = Unsettled() # reported by rank 0
-        self.noted = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
-        self.asked,self._key,self._kind = {},None,None # id of a loss -> what is known of it; the loss that was noted last, with its `reduction`; its kind
+        self.forget()
 
     def forget(self):
         "Forget what is known of losses: an error has ended ranks at different places, and they ask together"
-        self.asked,self._key,self._kind,self.noted = {},None,None,False
-
-    def of(self,
-        f # A loss
-    ): # Namespace: `told`, `kind`, number of `calls`
-        "Return what is known of the loss `f` so far"
-        if id(f) not in self.asked: self.asked[id(f)] = SimpleNamespace(f=f, told=not is_opaque(f), kind=None, calls=0)
-        return self.asked[id(f)]
-
-    @property
-    def is_told(self):
-        "Return whether there is nothing left to ask of the Learner's loss"
-        if not self.noted: self.note()
-        return getattr(self.asked.get(id(self._key[0])), 'told', False)
+        self.known,self._key,self._current,self._kind = {},None,None,None # `known`: id of a loss `f` -> whether it is `told`, `how` it reduces, number of `calls` of `ask`
+        self.noted = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
 
     def note(self)->bool: # As `is_told`
         "Note the Learner's loss function, which has just computed the loss of a batch: callbacks may put back another one at any event after it"
         f = self.learn.loss_func
         key,self.noted = (f,getattr(f, 'reduction', None)),True
-        if self._key!=key: self._key,self._kind = key,self._kind_of(f)
-        return getattr(self.asked.get(id(f)), 'told', False)
+        if self._key!=key:
+            if id(f) not in self.known: self.known[id(f)] = SimpleNamespace(f=f, told=not is_opaque(f), how=None, calls=0)
+            self._key,self._current = key,self.known[id(f)]
+            self._set_kind()
+        return self._current.told
+
+    def _set_kind(self):
+        f,how = self._current.f,self._current.how
+        summed = is_summed(f) if how not in ('sum','mean') else how=='sum'
+        self._kind = summed,has_normaliser(f)
+
+    @property
+    def is_told(self):
+        "Whether there is nothing left to ask of the loss that was noted last, else of the Learner's"
+        if not self.noted: self.note()
+        return self._current.told
 
     @property
     def loss_func(self):
-        "Return the loss function that was noted last, else the Learner's"
+        "Loss function that was noted last, else the Learner's"
         if not self.noted: self.note()
-        return self._key[0]
+        return self._current.f
 
     @property
     def kind(self):
-        "Return whether the loss is a sum, and whether its mean has a normaliser"
+        "Whether that loss is a sum, and whether its mean has a normaliser"
         if not self.noted: self.note()
         return self._kind
-
-    def _kind_of(self, f):
-        told = getattr(self.asked.get(id(f)), 'kind', None)
-        return told=='sum' or told!='mean' and is_summed(f),has_normaliser(f)
 
     def ask(self,
         here # The Learner with this rank's batch, `None` if it has none
     ):
         "Determine the reduction of the loss, unless it is known; all ranks call it at the same place"
-        o = self.of(self.loss_func)
-        if o.told: return
+        if self.is_told: return
+        o = self._current
         o.calls += 1
         if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
         mine = (here.pred,here.yb) if here is not None and len(here.yb) else None
-        found = {*gather_objs(loss_reduction(o.f, *mine) if mine else None)}-{None} or {self._ask_together(o.f, gather_objs(mine))}-{None}
-        if found: self._settle(o, 'unknown' if 'unknown' in found else 'other' if len(found)>1 else found.pop())
-
-    def _settle(self, o, kind):
-        o.told,o.kind = True,kind
-        self._kind = self._kind_of(o.f)
+        found = {*gather_objs(mine and loss_reduction(o.f, *mine))}-{None}
+        if not found: found = {self._ask_together(o.f, gather_objs(mine))}-{None}
+        if not found: return
+        o.told,o.how = True,found.pop() if len(found)==1 else 'unknown' if 'unknown' in found else 'other'
+        self._set_kind()
         if self.world.rank: return
-        if kind=='other': warn('Your loss is {}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: {}'.format(*_why_other(o.f)))
-        if kind=='unknown' and not stated(o.f): self.unsettled.add('your loss does not say how it reduces, and is taken for a mean over samples')
+        what,hint = _two_means if has_two_means(o.f) else _neither
+        if o.how=='other': warn(f'Your loss is {what}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: '
+            +hint.format(getattr(loss_module(o.f), 'eps', None)))
+        if o.how=='unknown' and not stated(o.f):
+            self.unsettled.add('your loss does not say how it reduces, and is taken for a mean over samples')
 
     def _ask_together(self, f, parts):
+        "Return what a batch of the samples of all ranks shows"
         parts = to_device([p for p in parts if p], self.world.device)
-        try: return loss_reduction(f, *[join_rows(list(o)) for o in zip(*parts)]) if parts else None
+        if not parts: return
+        try: whole = [join_rows(list(o)) for o in zip(*parts)]
         except Exception: return
-
-# %% ../../nbs/304_evaluate.loss.ipynb #b1381f75
-def _why_other(f):
-    "Return what the loss `f` is, which is not one mean nor a sum, and a hint"
-    if not has_two_means(f): return 'neither a sum nor a mean over samples','use a loss of fastai or torch, which say by what they divide'
-    return ("the sum of two means, one over samples and one over their class weights, which no single weight of a rank's gradients makes those of one process",
-        f'CrossEntropyLossFlat(weight=..., label_smoothing={loss_module(f).eps}), which is one mean over class weights, and exact')
+        return loss_reduction(f, *whole)

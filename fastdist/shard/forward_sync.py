@@ -138,10 +138,6 @@ class ShardProbe:
         self.model,self.models,self.modules = model,models,[*model.modules()]
         self.copies = Copies((_own(models[model], self.modules),[type(m) for m in self.modules]))
 
-    def agreed(self, found):
-        "Return what `found` returns"
-        return found()
-
     def run(self, xb, training, times=1):
         "Return `module_outputs` of the model in the last of `times` passes"
         with self.copies.probed(),self._on_copies(): return [module_outputs(self.model, xb, training) for _ in range(times)][-1]

@@ -152,7 +152,7 @@ class RegularisationTerms:
         mixed = callback_mixes(cb, event, found, self.learn)
         if mixed: warn(_mixes.format(type(cb).__name__, event))
         if mixed is not None or made_in(getattr(type(cb), event, None)).startswith('fastai.'): return
-        if has_changed(before, tensor_versions(given(self.learn, event))): self.batch.reduction.unsettled.add(f'{type(cb).__name__} changes the batch in {event}')
+        if tensor_versions(given(self.learn, event))!=before: self.batch.reduction.unsettled.add(f'{type(cb).__name__} changes the batch in {event}')
 
 # %% ../../nbs/706_train.gradients.ipynb #4af96396
 class WindowLosses:

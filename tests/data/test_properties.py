@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis.strategies import booleans,data,floats,integers,lists,sampled_from
 from fastai.basics import *
 from fastcore.test import test_eq
-from fastdist.evaluate.merge import *
 from fastdist.evaluate.metrics import *
 from fastdist.parallel.norms import *
 from fastdist.data.sharding import *
