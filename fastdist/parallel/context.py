@@ -14,7 +14,7 @@ __all__ = ['casts_on', 'set_precision', 'LaunchPrecision', 'place_dls', 'place',
 
 # %% ../../nbs/506_parallel.context.ipynb #7e96b993
 import time,torch
-from contextlib import contextmanager,nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,GradScaler
@@ -32,7 +32,8 @@ def casts_on(
     device:torch.device # Where it trains
 )->bool:
     "Return whether the autocast of `mp` is for `device`; fastai makes it for CUDA, and elsewhere it does nothing"
-    return isinstance(getattr(mp, 'autocast', None), torch.autocast) and mp.autocast.device==device.type
+    cast = getattr(mp, 'autocast', None)
+    return isinstance(cast, torch.autocast) and cast.device==device.type
 
 def set_precision(
     mp:MixedPrecision, # Of a Learner that begins to fit
@@ -41,10 +42,12 @@ def set_precision(
     scaler_options=None # A `GradScalerKwargs`
 ):
     "Give the autocast and the scaler that `mp` has for `device` these options; one for another device, which computes nothing here, stays"
-    cast,scaler = getattr(mp, 'autocast', None),getattr(mp.learn, 'scaler', None)
-    if autocast_options and casts_on(mp, device): mp.autocast = torch.autocast(device.type, dtype=cast.fast_dtype, **autocast_options.to_kwargs())
+    if autocast_options and casts_on(mp, device):
+        mp.autocast = torch.autocast(device.type, dtype=mp.autocast.fast_dtype, **autocast_options.to_kwargs())
+    scaler = getattr(mp.learn, 'scaler', None)
     if scaler_options and type(scaler) is GradScaler and scaler._device==device.type:
-        mp.learn.scaler = GradScaler(device.type, **(dict(enabled=scaler.is_enabled()) | mp.kwargs | scaler_options.to_kwargs()))
+        options = dict(enabled=scaler.is_enabled()) | mp.kwargs | scaler_options.to_kwargs()
+        mp.learn.scaler = GradScaler(device.type, **options)
 
 # %% ../../nbs/506_parallel.context.ipynb #fbc46673
 class LaunchPrecision(MixedPrecision):
@@ -61,9 +64,10 @@ class LaunchPrecision(MixedPrecision):
         "Make autocast and scaler for the device; do nothing where the Learner has another `MixedPrecision`"
         self.run = len(self.learn._grab_cbs(MixedPrecision))==1
         if not self.run: return
-        self.kwargs['enabled'] = self.amp_mode.value=='fp16'
-        dtype = torch.float16 if self.kwargs['enabled'] else torch.bfloat16
-        self.autocast,self.learn.scaler,self.scales = torch.autocast(self.device.type, dtype=dtype),GradScaler(self.device.type, **self.kwargs),L()
+        half = self.amp_mode.value=='fp16'
+        self.kwargs['enabled'] = half
+        self.autocast = torch.autocast(self.device.type, dtype=torch.float16 if half else torch.bfloat16)
+        self.learn.scaler,self.scales = GradScaler(self.device.type, **self.kwargs),L()
         set_precision(self, self.device, *self.options)
 
 # %% ../../nbs/506_parallel.context.ipynb #13609108
@@ -72,7 +76,9 @@ def place_dls(
     device:torch.device # Where this rank trains
 ):
     "Move `dls` to `device`, where they can be moved and are elsewhere"
-    if getattr(dls, 'loaders', None) and all(hasattr(dl, 'to') for dl in dls.loaders) and getattr(dls, 'device', None)!=device: dls.to(device)
+    loaders = getattr(dls, 'loaders', None)
+    if not loaders or getattr(dls, 'device', None)==device: return
+    if all(hasattr(dl, 'to') for dl in loaders): dls.to(device)
 
 def place(
     learn:Learner, # Its model, optimizer state and loaders are moved, where they are elsewhere
@@ -81,15 +87,18 @@ def place(
     "Move all of `learn` to `device`"
     place_dls(learn.dls, device)
     learn.model.to(device)
-    for s in (learn.opt.state.values() if learn.opt else []): s.update({k:v.to(device) for k,v in s.items() if isinstance(v, Tensor) and v.ndim})
+    if learn.opt is None: return
+    for state in learn.opt.state.values():
+        for k,v in state.items():
+            if isinstance(v, Tensor) and v.ndim: state[k] = v.to(device)
 
 # %% ../../nbs/506_parallel.context.ipynb #89b25995
 def loop_place(
     learn:Learner # In a fit, a validation or a prediction
 )->str:
     "Return phase, epoch and batch of `learn` in words"
-    at = vars(learn)
-    return f'{"training" if at.get("training") else "evaluation"}, epoch {at.get("epoch", 0)}, batch {at.get("iter", 0)}'
+    place = dict(training=False, epoch=0, iter=0) | vars(learn)
+    return f'{"training" if place["training"] else "evaluation"}, epoch {place["epoch"]}, batch {place["iter"]}'
 
 # %% ../../nbs/506_parallel.context.ipynb #c42dcfa3
 def check_patience(
@@ -98,6 +107,15 @@ def check_patience(
     "Raise `OptionError` unless `patience` is `None` or a number above 0"
     if patience is None or isinstance(patience, (int,float)) and patience>0: return patience
     raise OptionError('patience', patience, must='a number of seconds above 0')
+
+# %% ../../nbs/506_parallel.context.ipynb #010a2a0b
+_no_signals = 'this system lacks the signals by which the wait of a rank is interrupted'
+_no_main = 'this is not the main thread, which alone signals reach, so nothing interrupts a wait of this rank or asks it to save and stop'
+
+def _no_signal():
+    "Return why errors of other ranks do not interrupt this one, `None` where they do"
+    why = _no_signals if signal_number('SIGURG') is None else None if in_main_thread() else _no_main
+    return why and f'fastdist: {why}; a rank that waits hears of the errors of others when that wait is over'
 
 # %% ../../nbs/506_parallel.context.ipynb #a863d9b7
 class JobContext:
@@ -109,16 +127,48 @@ class JobContext:
         patience=None, # Seconds; the process group's timeout where that is set, else ten minutes
         place_model=True # Whether model and optimizer state are moved to the device
     ):
-        self.place = place if place_model else lambda learn, device: place_dls(learn.dls, device)
-        self.learn,self.world,self.logger,self.helpers,self.hooks,self.member = learn,world,learn.logger,L(),L(),Membership(world)
+        self.learn,self.world,self.helpers,self.member = learn,world,L(),Membership(world)
         self.explain,self.begun = noop,time.monotonic_ns() # called with an error of this rank, may add a note to it; tells jobs apart
-        self.live = self.control = None
+        self.live,self.control,self.own_control = None,None,False
+        self.opened = ExitStack() # what was opened, to be closed in reverse order
         try:
             self._join(group_options(world, options.get('kwargs_handlers')), patience)
-            self._open(options)
+            self._open(options, place_model)
         except BaseException:
             self.close()
             raise
+
+    def _join(self, how, patience):
+        if not patience: patience = how['timeout'].total_seconds() if how.get('timeout') else 600.
+        if self.world.size>1:
+            self.control = current_job()
+            self.own_control = self.control is None
+            if self.own_control: self.control = Job(self.world, patience).open(max(10, patience))
+        why = _no_signal()
+        if self.own_control and not self.world.rank and why: print(why)
+        self.opened.callback(self._leave_group)
+        self.member.join(**how)
+        owner = group_owner()
+        if owner and owner.broken: owner.renew()
+        if self.own_control: self.control.interrupt.enable()
+
+    def _leave_group(self):
+        owner = group_owner()
+        if self.stopped and owner: owner.broken = True # where it is not this job's, and stays
+        self.member.leave()
+
+    def _open(self, options, place_model):
+        learn,device = self.learn,self.world.device
+        self.live = live = ProcessAccelerator(self.world, **options)
+        self.opened.callback(live.release)
+        if place_model: place(learn, device)
+        else: place_dls(learn.dls, device)
+        if self.world.rank:
+            self.opened.callback(setattr, learn, 'logger', learn.logger)
+            learn.logger = noop
+        self.opened.callback(lambda: learn.remove_cbs(self.helpers))
+        if live.precision!='no' and not learn._grab_cbs(MixedPrecision):
+            self.help(LaunchPrecision(live.precision, device, live.autocast_options, live.scaler_options))
 
     def help(self,
         *cbs # Callbacks
@@ -131,42 +181,19 @@ class JobContext:
         o # With `_on_with_events` and `around_order`, as for `hook_events`
     ):
         "Let `o` stand around the events of the Learner for as long as the job lasts"
-        self.hooks.append(o)
+        self.opened.callback(unhook_events, self.learn, o)
         hook_events(self.learn, o)
+
+    def close(self):
+        "Undo what was done, in reverse order"
+        control = self.control
+        with control.interrupt.masked() if control else nullcontext(): self.opened.close()
+        if self.own_control: control.leave()
 
     @property
     def stopped(self):
         "Return whether an error has stopped ranks, perhaps at different places, and they have begun nothing together since then"
-        return bool(self.control and self.control.state=='failed')
-
-    def close(self):
-        "Undo what was done, in reverse order"
-        with self.control.interrupt.masked() if self.control else nullcontext(): self._close()
-        if self.control and self.own_control: self.control.leave()
-
-    def _join(self, how, patience):
-        patience = patience or (how['timeout'].total_seconds() if how.get('timeout') else 600.)
-        self.own_control = self.world.size>1 and current_job() is None
-        if self.world.size>1: self.control = Job(self.world, patience).open(max(10, patience)) if self.own_control else current_job()
-        if self.own_control and not self.world.rank and (why := _no_signal()): print(why)
-        self.member.join(**how)
-        if (owner := group_owner()) and owner.broken: owner.renew()
-        if self.own_control: self.control.interrupt.enable()
-
-    def _open(self, options):
-        self.live = ProcessAccelerator(self.world, **options)
-        self.place(self.learn, self.world.device)
-        if self.world.rank: self.learn.logger = noop
-        if self.live.precision!='no' and not self.learn._grab_cbs(MixedPrecision):
-            self.help(LaunchPrecision(self.live.precision, self.world.device, self.live.autocast_options, self.live.scaler_options))
-
-    def _close(self):
-        for o in self.hooks: unhook_events(self.learn, o)
-        self.learn.remove_cbs(self.helpers)
-        if self.world.rank: self.learn.logger = self.logger
-        if self.live: self.live.release()
-        if self.stopped and (owner := group_owner()): owner.broken = True # where it is not this job's, and stays
-        self.member.leave()
+        return self.control is not None and self.control.state=='failed'
 
     @contextmanager
     def together(self,
@@ -175,7 +202,7 @@ class JobContext:
     ):
         "Return a context manager that raises an error of one rank on all ranks; it first renews a process group that broke before"
         control = self.control
-        if control.state=='failed': self._renew()
+        if self.stopped: self._renew()
         control.interrupt.enable()
         try:
             with control.progress.watch(where, pos): yield
@@ -186,16 +213,23 @@ class JobContext:
         e:BaseException # Caught on this rank
     ):
         "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
-        cause = None if isinstance(e, (KeyboardInterrupt,SystemExit)) or self.control is None else self.control.cause(e)
-        if cause: raise self._told(cause) from None
+        control = self.control
+        if control and not isinstance(e, (KeyboardInterrupt,SystemExit)):
+            cause = control.cause(e)
+            if cause: raise self._told(cause) from None
         self.explain(e)
-        planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
-        if self.control and not planned:
-            self.control.fail(e)
-            if owner := group_owner(): owner.settle()
-        wait = 2. if isinstance(e, KeyboardInterrupt) else .3 # rank 0 may have to be let out of a collective before it notices its own Ctrl-C
-        if self.control and isinstance(e, (Exception,KeyboardInterrupt)) and self.control.farewell.as_rank0(wait): everywhere(e)
+        if control: self._report(e)
         raise self._told(e)
+
+    def _report(self, e):
+        planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
+        if not planned:
+            self.control.fail(e)
+            owner = group_owner()
+            if owner: owner.settle()
+        if not isinstance(e, (Exception,KeyboardInterrupt)): return
+        wait = 2. if isinstance(e, KeyboardInterrupt) else .3 # rank 0 may have to be let out of a collective before it notices its own Ctrl-C
+        if self.control.farewell.as_rank0(wait): everywhere(e)
 
     def _told(self, e):
         vars(e)['_told'] = self._now()
@@ -211,8 +245,7 @@ class JobContext:
 
     def revive(self)->bool:
         "Renew a process group that broke; return whether all processes of the job are there"
-        if self.control.state=='running': return True
-        self._renew()
+        if self.control.state!='running': self._renew()
         return self.control.state=='running'
 
     def _renew(self):
@@ -221,11 +254,3 @@ class JobContext:
         owner = group_owner()
         if owner: return owner.renew()
         raise RuntimeError('The process group broke when a rank failed, and it is yours. HINT: leave the context, destroy the group and make it again')
-
-# %% ../../nbs/506_parallel.context.ipynb #010a2a0b
-def _no_signal():
-    "Return why errors of other ranks do not interrupt this one, `None` where they do"
-    if signal_number('SIGURG') is None: why = 'this system lacks the signals by which the wait of a rank is interrupted'
-    elif not in_main_thread(): why = 'this is not the main thread, which alone signals reach, so nothing interrupts a wait of this rank or asks it to save and stop'
-    else: return
-    return f'fastdist: {why}; a rank that waits hears of the errors of others when that wait is over'

@@ -23,6 +23,7 @@ import math,torch
 import torch.nn.functional as F
 from contextlib import contextmanager
 from itertools import chain
+from types import FunctionType
 from fastcore.all import *
 from fastai.basics import *
 from fastai.optimizer import (Lookahead,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,radam_step,rms_prop_step,
@@ -37,11 +38,10 @@ _update = private('fastai.optimizer:_update')
 class _Part:
     "Tensors that take a step together: parameters `p`, their gradients `g` and their states `s`, in lists"
     def __init__(self, params, state, row):
-        xs = [row(p) for p in params]
-        self.p,self.g,self.s = [x.data for x in xs],[x.grad for x in xs],[state[p] for p in params]
-        for s in self.s if row is not noop else ():
-            loaded = [k for k,v in s.items() if hasattr(v, '_local_tensor')]
-            for k in loaded: s[k] = local(s[k])
+        rows = [row(p) for p in params]
+        self.p,self.g,self.s = [x.data for x in rows],[x.grad for x in rows],[state[p] for p in params]
+        if row is noop: return
+        for s in self.s: s.update({k:local(v) for k,v in s.items()}) # as a file has them
 
     def __getitem__(self, k): return [s[k] for s in self.s]
 
@@ -51,8 +51,9 @@ class _Part:
             if s.get(k) is None: s[k] = torch.zeros_like(g)
         return self[k]
 
-    def decayed(self, ts):
-        "Return those of `ts` whose parameters decay"
+    def decayed(self, ts, wd):
+        "Return those of `ts` whose parameters decay by `wd`"
+        if not wd: return []
         return [t for t,s in zip(ts, self.s) if s.get('do_wd', True)]
 
 # %% ../../nbs/502_parallel.foreach.ipynb #33b13d3d
@@ -66,13 +67,13 @@ def _sgd_step(x, lr, **kw): torch._foreach_add_(x.p, x.g, alpha=-lr)
 def _momentum_step(x, lr, **kw): torch._foreach_add_(x.p, x['grad_avg'], alpha=-lr)
 
 def _weight_decay(x, lr, wd, **kw):
-    ps = x.decayed(x.p) if wd else []
+    ps = x.decayed(x.p, wd)
     if ps: _scale(ps, 1-lr*wd)
 
 # %% ../../nbs/502_parallel.foreach.ipynb #c9eb37bd
 def _l2_reg(x, lr, wd, **kw):
-    ps = x.decayed(x.p) if wd else []
-    if ps: torch._foreach_add_([g.data for g in x.decayed(x.g)], ps, alpha=wd)
+    ps = x.decayed(x.p, wd)
+    if ps: torch._foreach_add_([g.data for g in x.decayed(x.g, wd)], ps, alpha=wd)
 
 # %% ../../nbs/502_parallel.foreach.ipynb #4c63a7f3
 def _average_grad(x, mom, dampening=False, **kw):
@@ -98,19 +99,23 @@ def _step_stat(x, **kw):
 
 # %% ../../nbs/502_parallel.foreach.ipynb #91fa05c1
 def _rms_prop_step(x, lr, eps, **kw):
-    roots,grads = torch._foreach_sqrt(x['sqr_avg']),[s.get('grad_avg', g) for s,g in zip(x.s, x.g)]
+    roots = torch._foreach_sqrt(x['sqr_avg'])
     torch._foreach_add_(roots, eps)
+    grads = x['grad_avg'] if 'grad_avg' in x.s[0] else x.g
     torch._foreach_addcdiv_(x.p, grads, roots, value=-lr)
 
-def _adam_step(x, lr, mom, sqr_mom, eps, **kw):
+def _debiased(x, mom, sqr_mom):
+    "Return the number of steps, and what the averages are divided by"
     n = x.s[0]['step']
-    d1,d2 = debias(mom, 1-mom, n),debias(sqr_mom, 1-sqr_mom, n)
+    return n,debias(mom, 1-mom, n),debias(sqr_mom, 1-sqr_mom, n)
+
+def _adam_step(x, lr, mom, sqr_mom, eps, **kw):
+    _,d1,d2 = _debiased(x, mom, sqr_mom)
     torch._foreach_addcdiv_(x.p, x['grad_avg'], _root(x, d2, eps), value=-lr/d1)
 
 # %% ../../nbs/502_parallel.foreach.ipynb #058846d4
 def _radam_step(x, lr, mom, sqr_mom, eps, beta, **kw):
-    n = x.s[0]['step']
-    d1,d2 = debias(mom, 1-mom, n),debias(sqr_mom, 1-sqr_mom, n)
+    n,d1,d2 = _debiased(x, mom, sqr_mom)
     r_inf = 2/(1-sqr_mom)-1
     r = r_inf-2*n*sqr_mom**n/(1-sqr_mom**n)
     if r<=5: return torch._foreach_add_(x.p, x['grad_avg'], alpha=-lr/d1)
@@ -121,12 +126,12 @@ def _radam_step(x, lr, mom, sqr_mom, eps, beta, **kw):
 # %% ../../nbs/502_parallel.foreach.ipynb #2b37ecd6
 _lists = {sgd_step:_sgd_step, weight_decay:_weight_decay, l2_reg:_l2_reg, average_grad:_average_grad, average_sqr_grad:_average_sqr_grad,
     momentum_step:_momentum_step, rms_prop_step:_rms_prop_step, step_stat:_step_stat, adam_step:_adam_step, radam_step:_radam_step}
-_own_step,_own_params,_held = Optimizer.step,Optimizer.all_params,{'grad_avg','sqr_avg','step','do_wd'}
+_own_step,_own_params,_saved = Optimizer.step,Optimizer.all_params,{'grad_avg','sqr_avg','step','do_wd'}
 
 def _known(cb):
-    if isinstance(cb, partial): return not cb.args and _held.isdisjoint(cb.keywords) and _known(cb.func)
-    try: return cb in _lists
-    except TypeError: return False # it has no hash
+    "Return whether the step function `cb` is written here for lists, and none of its keywords takes the place of a state"
+    if isinstance(cb, partial): return not cb.args and _saved.isdisjoint(cb.keywords) and _known(cb.func)
+    return isinstance(cb, FunctionType) and cb in _lists
 
 def steps_as_lists(
     opt # An optimizer
@@ -139,25 +144,28 @@ def steps_as_lists(
 def _alone(p, s):
     "Return whether parameter `p`, with state `s`, steps by itself"
     if p.is_complex() or type(p) not in (Tensor,nn.Parameter): return True
-    return not s.keys()<=_held|{'force_train'} or type(s.get('step', 0)) is not int
+    return not s.keys()<=_saved|{'force_train'} or type(s.get('step', 0)) is not int
 
 def _parts(params, bytes_):
     "Return parts of `params`, which step together, of at most `bytes_` where they are several"
-    parts,size = [],0
+    parts,size = [],bytes_
     for p in params:
-        if not parts or size+p.nbytes>bytes_: parts,size = [*parts,[]],0
-        parts[-1].append(p)
         size += p.nbytes
+        if size>bytes_:
+            parts.append([])
+            size = p.nbytes
+        parts[-1].append(p)
     return parts
 
 def _overlap(params):
+    "Return whether two of `params` share memory"
     ptrs = [p.data_ptr() for p in params if p.data_ptr()]
     return len(set(ptrs))<len(ptrs)
 
 # %% ../../nbs/502_parallel.foreach.ipynb #54dc9e0f
 def _numbers(h):
     "Return whether the hyperparameters `h` are numbers, and none takes the place of a state"
-    return _held.isdisjoint(h) and {*map(type, h.values())}<={int,float,np.float64}
+    return _saved.isdisjoint(h) and {*map(type, h.values())}<={int,float,np.float64}
 
 # %% ../../nbs/502_parallel.foreach.ipynb #438fcf22
 class ListSteps:
@@ -174,16 +182,20 @@ class ListSteps:
     def __getstate__(self): return {**vars(self), 'key':None} # a copy has other parameters
 
     def _plan(self, cbs, live):
-        state,row = self.opt.state,self.row
-        for p in chain(*self.opt.param_lists): state[p] # as fastai's makes states
-        self.known = self.knows(self.opt) and all(map(_known, cbs)) and not _overlap([row(p) for p in chain(*live)])
+        opt,state,row = self.opt,self.opt.state,self.row
+        for p in chain(*opt.param_lists): state[p] # as fastai's makes states
+        self.known = self.knows(opt) and all(map(_known, cbs)) and not _overlap(map(row, chain(*live)))
         if not self.known: return
         self.fs = [(_lists[getattr(cb, 'func', cb)], getattr(cb, 'keywords', {})) for cb in cbs]
-        self.alone,self.parts = [],[]
+        self.alone,self.parts = [],[] # of each group: parameters that step by themselves, and lists that step together
         for ps in live:
-            kinds = groupby(ps, lambda p: None if _alone(row(p), state[p]) else (p.device,p.dtype,state[p].get('step', 0)))
-            self.alone.append(kinds.pop(None, []))
-            self.parts.append([part for (device,*_),same in kinds.items() for part in _parts(same, 2**20 if device.type=='cpu' else 2**28)])
+            alone,together = [],{}
+            for p in ps:
+                if _alone(row(p), state[p]): alone.append(p)
+                else: together.setdefault((p.device, p.dtype, state[p].get('step', 0)), []).append(p)
+            self.alone.append(alone)
+            sizes = {device:2**20 if device.type=='cpu' else 2**28 for device,*_ in together} # bytes
+            self.parts.append([part for (device,*_),same in together.items() for part in _parts(same, sizes[device])])
 
     def _planned(self):
         "Return whether all is known, with a plan for the parameters that have gradients"
@@ -216,11 +228,17 @@ class ListSteps:
 
     def zero_grad(self):
         "Zero gradients where they are, as `Optimizer.zero_grad` does"
-        gs = [p.grad for ps in listed_items(self.opt.param_lists) for p in listed_items(ps) if p.grad is not None]
-        if self.row is not noop: gs = [*map(local, gs)]
-        for g in gs:
+        grads = []
+        for ps in listed_items(self.opt.param_lists): grads += [p.grad for p in listed_items(ps) if p.grad is not None]
+        if self.row is not noop: grads = [*map(local, grads)]
+        for g in grads:
             if g.requires_grad: g.detach_()
-        if gs: torch._foreach_zero_(gs)
+        if grads: torch._foreach_zero_(grads)
+
+    def opt_state(self):
+        "Return what a copy of the optimizer has: nothing of this"
+        mine = _overridden(self.opt)
+        return {k:v for k,v in vars(self.opt).items() if k not in mine}
 
 # %% ../../nbs/502_parallel.foreach.ipynb #ee6a2af3
 def opts_in(
@@ -232,13 +250,12 @@ def opts_in(
 # %% ../../nbs/502_parallel.foreach.ipynb #4df25f48
 def _overridden(opt):
     "Return the names of the methods of `opt` that a `ListSteps` for whole parameters has overridden"
-    found = {k:getattr(v, '__self__', None) for k,v in vars(opt).items()}
-    return [k for k,o in found.items() if isinstance(o, ListSteps) and o.row is noop]
-
-def _without(opt): return {k:v for k,v in vars(opt).items() if k not in ('__getstate__',*_overridden(opt))}
+    owners = {k:getattr(f, '__self__', None) for k,f in vars(opt).items()}
+    return [k for k,o in owners.items() if isinstance(o, ListSteps) and o.row is noop]
 
 def _may_override(opt):
-    if getattr(type(opt), 'zero_grad', None) is not Optimizer.zero_grad or not vars(opt).keys().isdisjoint({'step','zero_grad','__getstate__'}): return False
+    if getattr(type(opt), 'zero_grad', None) is not Optimizer.zero_grad: return False
+    if not vars(opt).keys().isdisjoint({'step','zero_grad','__getstate__'}): return False
     return type(opt) is Lookahead or steps_as_lists(opt)
 
 # %% ../../nbs/502_parallel.foreach.ipynb #45c942cb
@@ -249,7 +266,7 @@ def override_lists(
     for o in opts_in(opt):
         if not _may_override(o): continue
         lists = ListSteps(o)
-        vars(o).update(zero_grad=lists.zero_grad, __getstate__=partial(_without, o))
+        o.zero_grad,o.__getstate__ = lists.zero_grad,lists.opt_state
         if type(o) is not Lookahead: o.step = lists.step
     return opt
 
@@ -260,7 +277,6 @@ def return_lists(
     "Undo `override_lists`"
     for o in opts_in(opt):
         for k in _overridden(o): vars(o).pop(k).__self__.on = False
-        if getattr(vars(o).get('__getstate__'), 'func', None) is _without: del o.__getstate__
     return opt
 
 @contextmanager

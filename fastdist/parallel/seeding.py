@@ -28,7 +28,7 @@ __all__ = ['Tape', 'Replay', 'learned', 'whole_batch_of', 'cut_rows', 'SeedPlace
 # %% ../../nbs/507_parallel.seeding.ipynb #4cfab2a5
 import random,sys,torch,numpy as np
 from collections import Counter
-from contextlib import contextmanager,nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext
 from weakref import WeakKeyDictionary
 from fastcore.all import *
 from fastai.basics import *
@@ -48,8 +48,11 @@ from .passes import *
 
 # %% ../../nbs/507_parallel.seeding.ipynb #d36ae8c9
 _whole,_part = 9,5 # rows of the two runs
+_lo = _whole-_part # first row of the second
 
 class _Differs(Exception): "Two runs do not draw the same"
+
+def _clone(o): return o.clone() if isinstance(o, Tensor) else o
 
 class Tape(Draws):
     "Mode that keeps draws, to be replayed"
@@ -60,7 +63,7 @@ class Tape(Draws):
     def draw(self, name, shape, make, cuts=True):
         "Return numbers of `shape`, and keep them"
         res = make(shape)
-        self.kept.append((name, shape, res.clone() if isinstance(res, Tensor) else res))
+        self.kept.append((name, shape, _clone(res)))
         return res
 
 class Replay(Draws):
@@ -75,12 +78,15 @@ class Replay(Draws):
         "Return the rows of the next draw that has `shape`, and note its pattern"
         was,whole,value = next(self.left, (None,(),None))
         p = pattern_of(name, whole, _whole, shape, _part)
-        if was!=name or p is None: raise _Differs
+        if was!=name or p is None or p.rule and not cuts: raise _Differs
         self.found.append(p)
-        if not p.rule: return value.clone() if isinstance(value, Tensor) else value
-        if not cuts: raise _Differs
-        dim,k = p.rule
-        return value.narrow(dim, (_whole-_part)*k, _part*k).clone()
+        return _clone(_last_rows(value, p.rule))
+
+def _last_rows(t, rule):
+    "Return the last five of nine rows of `t`; all of it where it has none"
+    if not rule: return t
+    dim,k = rule
+    return t.narrow(dim, _lo*k, _part*k)
 
 # %% ../../nbs/507_parallel.seeding.ipynb #61e770cf
 def _rows_at(b, n, at):
@@ -91,18 +97,19 @@ def _rows_at(b, n, at):
     return apply(pick, b)
 
 def _tensors(o):
+    "Return the tensors in `o`, nested in dictionaries and lists"
     if isinstance(o, Tensor): return [o.detach()]
     if isinstance(o, dict): o = list(o.values())
-    return [t for v in o for t in _tensors(v)] if is_listy(o) else []
+    res = []
+    for v in o if is_listy(o) else (): res += _tensors(v)
+    return res
 
 def _ends_the_same(whole, part):
     "Return whether tensors in `part` are the last five of nine rows of those in `whole`"
     if len(whole)!=len(part): return False
     for a,b in zip(whole, part):
         p = pattern_of('', a.shape, _whole, b.shape, _part)
-        if p is None or not p.rule: continue
-        dim,k = p.rule
-        if not is_near(a.narrow(dim, (_whole-_part)*k, _part*k).double(), b.double()): return False
+        if p and p.rule and not is_near(_last_rows(a, p.rule).double(), b.double()): return False
     return True
 
 # %% ../../nbs/507_parallel.seeding.ipynb #01de6a40
@@ -116,23 +123,21 @@ def learned(
 )->list: # A `Pattern` for each draw
     "Return in which patterns a function draws; raise `SeedError` where ranks cannot compute what one process does"
     def run(mode, at):
-        with kept_random(),mode:
-            res = _tensors(make()(_rows_at(b, n, at)))
-            return res,numbers_state()
-    tape,rows = Tape(),range(_whole)
-    whole,numbers = run(tape, [*rows])
-    if not (tape.kept or own) and numbers==numbers_state(): return []
+        with kept_random(),mode: return _tensors(make()(_rows_at(b, n, at))),numbers_state()
+    tape,rows = Tape(),[*range(_whole)]
+    whole,numbers = run(tape, rows)
+    if not tape.kept and not own and numbers==numbers_state(): return []
     replay = Replay(tape)
-    try: same = _ends_the_same(whole, run(replay, rows[-_part:])[0]) and next(replay.left, None) is None
+    try:
+        part,_ = run(replay, rows[_lo:])
+        if _ends_the_same(whole, part) and next(replay.left, None) is None: return replay.found
     except Exception as e:
         if isinstance(e, RankError) or is_broken(e): raise
-        same = False
-    if same: return replay.found
     if mixes:
-        own = [t.narrow(t.shape.index(_whole), _whole-_part, _part) if _whole in t.shape else t for t in whole]
-        others = [*range(_whole, 2*_whole-_part)]
-        for at in ([*rows], [*others,*rows[-_part:]]):
-            if not _ends_the_same(run(Replay(tape), at)[0], own): return replay.found
+        last = [t.narrow(t.shape.index(_whole), _lo, _part) if _whole in t.shape else t for t in whole]
+        beside = [*range(_whole, _whole+_lo),*rows[_lo:]] # other samples before the last five
+        for at in (rows, beside):
+            if not _ends_the_same(run(Replay(tape), at)[0], last): return replay.found
     raise depends_on_rows(who)
 
 # %% ../../nbs/507_parallel.seeding.ipynb #df5fad7b
@@ -169,7 +174,8 @@ class SeedPlaces:
     @contextmanager
     def at(self, *place):
         "Return a context manager for a place in the present one; the random state is set before it, and where it ends well after it"
-        self.stack.append(here := self.seeds.within(*place))
+        here = self.seeds.within(*place)
+        self.stack.append(here)
         try:
             here()
             yield
@@ -179,13 +185,15 @@ class SeedPlaces:
     @contextmanager
     def counted(self, kind):
         "Return a context manager for the next place of `kind` in the present one"
-        n = self.counts[key := (*self.seeds.place,kind)]
+        key = *self.seeds.place,kind
+        n = self.counts[key]
         with self.at(kind, n): yield
         self.counts[key] = n+1
 
     def epoch(self, i):
         "Return a context manager for epoch `i`; evaluations of epochs that are over are forgotten"
-        for k in [k for k in self.counts if len(k)>len(self.seeds.place)+1]: del self.counts[k]
+        inner = [k for k in self.counts if len(k)>len(self.seeds.place)+1]
+        for k in inner: del self.counts[k]
         return self.at('epoch', i)
 
 # %% ../../nbs/507_parallel.seeding.ipynb #9800521d
@@ -199,28 +207,24 @@ def _training(model):
     for m in model.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm): m.eval()
 
+_untried = ('You set a seed, and {} draws by Python or NumPy, and cannot be tried with another number of samples, so that nobody knows '
+    'whether it draws for each')
+
 class DrawTrials:
     "`Shapes` of all that draws in a Learner on several ranks, each from `learned`"
     def __init__(self,
         learn:Learner, # In a job
         layout # Of the model's parameters
     ):
-        store_attr()
-        self.model,self.shapes = None,Shapes()
-        self.knows_model,self.known = True,{} # whether the model could be tried; events, and transforms by `id` -> their `Shapes`, `None` where they could not
+        self.learn,self.layout,self.model = learn,layout,None
+        self.shapes,self.knows_model = Shapes(),True # of the model, and whether it could be tried
+        self.known = {} # events, and transforms by `id` -> their `Shapes`, `None` where they could not be tried
 
     def _found(self, f, *args):
         "Return what `f` returns, `None` where it cannot be run"
         try: return f(*args)
         except Exception as e:
             if isinstance(e, (RankError,SeedError)) or is_broken(e): raise
-
-    def _of_model(self, probe):
-        run = lambda xb: probe.run(xb, _training)[''][-1]
-        own = own_generators(*self.model.modules(), but=(self.learn,))
-        for i in range(2): # a mask of five rows may have the mean of one of nine by chance
-            with unnoticed(together=True),RandomStream(i): found = learned(lambda: run, self.learn.xb, find_bs(self.learn.xb), 'the model', own, mixes=True)
-        return found
 
     def try_model(self):
         "Try the model if it is another than the last one"
@@ -231,52 +235,56 @@ class DrawTrials:
         self.knows_model = found is not None
         self.shapes = Shapes(found or (), {tuple(t.shape) for t in (*model.parameters(),*model.buffers())})
 
-    def _times(self, o, make, b, n, who):
-        "Return patterns of draws in four runs of what `make` returns for copies of `o`, since code may draw by chance"
-        copies,own,res = Copies(o),own_generators(o, but=(self.learn,)),[]
-        for i in range(4):
-            with unnoticed(copies),RandomStream(i): res += learned(partial(make, copies), b, n, who, own)
-        return res
+    def _of_model(self, probe):
+        learn = self.learn
+        def run(xb): return probe.run(xb, _training)[''][-1]
+        own = own_generators(*self.model.modules(), but=(learn,))
+        for i in range(2): # a mask of five rows may have the mean of one of nine by chance
+            with unnoticed(together=True),RandomStream(i):
+                found = learned(lambda: run, learn.xb, find_bs(learn.xb), 'the model', own, mixes=True)
+        return found
+
+    def _try(self, key, o, make, b, n, who, weights=()):
+        "Return the `Shapes` of four runs of what `make` returns for copies of `o`, since code may draw by chance; `None` where it cannot be run"
+        def runs():
+            copies,own,found = Copies(o),own_generators(o, but=(self.learn,)),[]
+            for i in range(4):
+                with unnoticed(copies),RandomStream(i): found += learned(partial(make, copies), b, n, who, own)
+            return Shapes(found, weights)
+        if key not in self.known: self.known[key] = self._found(runs)
+        return self.known[key]
 
     def of_transforms(self, tfms, b):
         "Return the `Shapes` of batch transforms, tried once"
-        if id(tfms) not in self.known:
-            found = self._found(self._times, tfms, lambda copies: copies(), b, find_bs(b), 'a batch transform')
-            self.known[id(tfms)] = None if found is None else Shapes(found)
-        return self.known[id(tfms)]
+        return self._try(id(tfms), tfms, lambda copies: copies(), b, find_bs(b), 'a batch transform')
 
     def of_event(self, cb, event):
         "Return the `Shapes` of an event of a callback, tried once"
-        key,learn = (type(cb),event),self.learn
+        cls,learn = type(cb),self.learn
         def make(copies): return partial(run_event, cb, event, copies, learn)
-        if key not in self.known:
-            found = self._found(self._times, (own_values(cb),type(cb)), make, given(learn, event), find_bs(learn.yb or learn.xb), f'the callback {type(cb).__name__}')
-            self.known[key] = None if found is None else Shapes(found, self.shapes.weights)
-        return self.known[key]
+        b,n = given(learn, event),find_bs(learn.yb or learn.xb)
+        return self._try((cls,event), (own_values(cb),cls), make, b, n, f'the callback {cls.__name__}', self.shapes.weights)
 
     def check(self,
         known, # Whether it could be tried
         who:str # What may have drawn
     ):
         "Raise `SeedError` where Python or NumPy have drawn in what could not be tried, since generators were set"
-        if not known and _has_drawn(): raise SeedError(f'You set a seed, and {who} draws by Python or NumPy, and cannot be tried with another number of samples, so that nobody knows '
-            'whether it draws for each', 'draw by torch, with the batch in the first dimension, or in the data set')
+        if not known and _has_drawn(): raise SeedError(_untried.format(who), 'draw by torch, with the batch in the first dimension, or in the data set')
 
 # %% ../../nbs/507_parallel.seeding.ipynb #43c74d27
 _counts = WeakKeyDictionary() # Learner -> how often each kind of place was in each
 _of_samples,_of_weights = ('before_batch','after_pred','after_loss','before_backward'),('after_backward','before_step','after_step','after_batch')
 
-def _rows(deal, k):
-    "Return the rows of this rank in batch `k`; raise `SeedError` where nobody knows them"
-    if (rows := deal.rows(k)) is not None: return rows
-    raise SeedError('You set a seed, and your DistributedSampler gives each rank samples of which the others know nothing', 'leave it out, and ranks share the sampler of one process')
-
-def _shown(rows, b):
-    "Return `rows` of a rank, or those that a rank without any computes to make the step"
+def _rows(deal, k, b):
+    "Return the rows of this rank in batch `k`, or those that a rank without any computes to make the step; raise `SeedError` where nobody knows them"
+    rows = deal.rows(k)
+    if rows is None: raise SeedError('You set a seed, and your DistributedSampler gives each rank samples of which the others know nothing',
+        'leave it out, and ranks share the sampler of one process')
     lo,n,total = rows
     if n: return rows
-    m = min(find_bs(b), total)
-    return min(lo, total-m),m,total
+    n = min(find_bs(b), total)
+    return min(lo, total-n),n,total
 
 def _shapes(b): return {tuple(o.shape) for o in L(b) if isinstance(o, Tensor)}
 
@@ -305,52 +313,67 @@ class Seeding(Seeded):
         "The `Seeds` of the present place"
         return self.places.seeds
 
+    @property
+    def many(self):
+        "Return whether several ranks take part"
+        return self.phases.size>1
+
     def around(self,
         kind:str # 'fit', 'epoch', 'train', 'validate' or 'batch'
     ):
         "Return a context manager for a place of the loop, about to begin"
         if kind=='batch': return self._batch()
         if kind=='epoch': return self.places.epoch(self.owner.epoch)
-        return self._pass(kind) if kind=='train' or len(self.places.stack)>1 else self._from_outside(kind)
+        inner = len(self.places.stack)>1
+        return self._pass(kind) if inner or kind=='train' else self._from_outside(kind)
 
     @contextmanager
     def _from_outside(self, kind):
         "A fit, or an evaluation of its own; after each fit evaluations are others"
-        places,fit = self.places,kind=='fit'
-        place = places.counted('fit') if fit else places.at('fits', places.counts[(self.seed,'fit')])
-        eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
-        with eager,place,nullcontext() if fit else self._pass(kind): yield
+        places,stack = self.places,ExitStack()
+        with stack:
+            if 'torch._dynamo' in sys.modules: stack.enter_context(torch.compiler.set_stance('force_eager'))
+            if kind=='fit': stack.enter_context(places.counted('fit'))
+            else:
+                stack.enter_context(places.at('fits', places.counts[(self.seed,'fit')]))
+                stack.enter_context(self._pass(kind))
+            yield
 
     @contextmanager
     def _pass(self, kind):
         "A pass over `learn.dl`, or a fit within another place"
-        learn,places,many = self.owner,self.places,self.phases.size>1
-        with Overrides() as overrides,places.at(kind) if kind=='train' else places.counted(kind):
-            if kind!='fit':
-                modules = [*own_model(learn).modules()]
-                own = own_generators(*learn.cbs.filter(risinstance(JobCallback), negate=True), learn.loss_func, *modules, but=(learn,))
-                places.stack[-1] = self.seeds.within(own=own)
-                seed_generators([*enumerate(loader_generators(learn.dl))], key_of(*self.seeds.place, 'order'))
-                self.encoders = [m for m in modules if isinstance(m, SentenceEncoder)]
-                for cb in learn._grab_cbs(MixHandler) if many else []: overrides.override(cb, before_batch=partial(self._show_whole, cb, cb.before_batch))
-                self._watch(overrides)
+        places,train = self.places,kind=='train'
+        with Overrides() as overrides,places.at(kind) if train else places.counted(kind):
+            if kind!='fit': self._begin_pass(overrides)
             yield
-            if kind=='train' and many: self.compare()
+            if train and self.many: self.compare()
+
+    def _begin_pass(self, overrides):
+        "Set the generators of the user's and of the order, and give callbacks their places"
+        learn,places,modules = self.owner,self.places,[*own_model(self.owner).modules()]
+        users = learn.cbs.filter(risinstance(JobCallback), negate=True)
+        places.stack[-1] = self.seeds.within(own=own_generators(*users, learn.loss_func, *modules, but=(learn,)))
+        seed_generators([*enumerate(loader_generators(learn.dl))], key_of(*self.seeds.place, 'order'))
+        self.encoders = [m for m in modules if isinstance(m, SentenceEncoder)]
+        if self.many:
+            for cb in learn._grab_cbs(MixHandler): overrides.override(cb, before_batch=partial(self._show_whole, cb, cb.before_batch))
+        self._watch(overrides)
 
     @contextmanager
     def _batch(self):
         "A batch, in which torch draws by `draws`"
-        learn,dl,trials,many = self.owner,self.phases.source,self.trials,self.phases.size>1
-        k,p = learn.iter,dl._pass if isinstance(dl, DistributedDL) else None
-        if many and self.encoders: _check_chunks(self.encoders, learn.xb[0])
-        rows = _shown(_rows(p.deal, k), learn.xb) if p else (0,0,0)
-        counts = p is not None and k not in p.deal.totals
-        self.places.stack.append(self.seeds.within('batch', k))
+        learn,dl,places,rows,counts = self.owner,self.phases.source,self.places,(0,0,0),False
+        k = learn.iter
+        if self.many and self.encoders: _check_chunks(self.encoders, learn.xb[0])
+        if isinstance(dl, DistributedDL):
+            deal = dl._pass.deal
+            rows,counts = _rows(deal, k, learn.xb),k not in deal.totals
+        places.stack.append(self.seeds.within('batch', k))
         try:
             self.seeds()
             with self.draws.on(rows=rows, counts=counts),InParts() if self.on_gpu else nullcontext(): yield
-            if many: trials.check(trials.knows_model, 'the model')
-        finally: self.places.stack.pop()
+            if self.many: self.trials.check(self.trials.knows_model, 'the model')
+        finally: places.stack.pop()
 
     def _begin_batch(self):
         "Expect the draws of the model, which is tried first"
@@ -366,13 +389,13 @@ class Seeding(Seeded):
         b # Its batch `p.done-1`
     ): # As `b`
         "Return `b` after the batch transforms of `dl`"
-        k,tfms,many = p.done-1,dl.after_batch,self.phases.size>1
-        shapes = self.trials.of_transforms(tfms, b) if many else None
+        k,tfms,known = p.done-1,dl.after_batch,None
+        if self.many: known = self.trials.of_transforms(tfms, b)
         p.seeds.within(own=own_generators(tfms))('transform', k)
-        shown = ifnone(shapes, Shapes())
-        shown.inputs = _shapes(b)
-        with self.draws.on(rows=_shown(_rows(p.deal, k), b), shapes=shown, counts=k not in p.deal.totals): res = tfms(b)
-        if many: self.trials.check(shapes is not None, 'a batch transform')
+        shapes = ifnone(known, Shapes())
+        shapes.inputs = _shapes(b)
+        with self.draws.on(rows=_rows(p.deal, k, b), shapes=shapes, counts=k not in p.deal.totals): res = tfms(b)
+        if self.many: self.trials.check(known is not None, 'a batch transform')
         return res
 
     def _show_whole(self, cb, f):
@@ -381,7 +404,8 @@ class Seeding(Seeded):
         learn.xb,learn.yb = whole_batch_of((learn.xb,learn.yb), total)
         with overridden(self.draws, rows=(0,total,total)): f()
         learn.xb,learn.yb = cut_rows((learn.xb,learn.yb), lo, n, total)
-        vars(cb).update({k:cut_rows(v, lo, n, total) for k,v in vars(cb).items() if isinstance(v, (Tensor,tuple))})
+        for k,v in vars(cb).items():
+            if isinstance(v, (Tensor,tuple)): vars(cb)[k] = cut_rows(v, lo, n, total)
 
     def _watch(self, overrides):
         "Give each event of each of the user's callbacks a place"
@@ -396,14 +420,16 @@ class Seeding(Seeded):
     def _watched(self, cb, event, f, number):
         "Call `f`, the `event` of `cb`, at a place of its own"
         if self.phases.alone(): return f()
-        here,many,samples = (*self.seeds.place,'callback',cb.name,number,event),self.phases.size>1,event in _of_samples
-        known = self.trials.of_event(cb, event) if many and samples else None
-        if many: self.trials.check(self.trials.knows_model, 'the model')
+        here,trials,known,rows = (*self.seeds.place,'callback',cb.name,number,event),self.trials,None,(0,0,0)
+        tries = self.many and event in _of_samples
+        if tries: known = trials.of_event(cb, event)
+        if self.many: trials.check(trials.knows_model, 'the model')
         set_random(key_of(*here))
-        shapes = ifnone(known, Shapes(weights=self.trials.shapes.weights))
-        shapes.inputs = self.trials.shapes.inputs
-        with overridden(self.draws, rows=self.draws.rows if samples else (0,0,0), shapes=shapes, counts=False): f() # a callback of rank 0 may draw
-        if many and samples: self.trials.check(known is not None, f'the callback {type(cb).__name__}')
+        shapes = ifnone(known, Shapes(weights=trials.shapes.weights))
+        shapes.inputs = trials.shapes.inputs
+        if event in _of_samples: rows = self.draws.rows
+        with overridden(self.draws, rows=rows, shapes=shapes, counts=False): f() # a callback of rank 0 may draw
+        if tries: trials.check(known is not None, f'the callback {type(cb).__name__}')
         set_random(key_of(*here, 'after'))
 
     def compare(self):
@@ -412,10 +438,13 @@ class Seeding(Seeded):
         check_drawn(count, gather_objs)
 
     def _on_with_events(self, run, f, event_type, ex, final=noop):
-        alone = self.phases.alone()
-        place = overridden(self.draws, rows=(0,0,0)) if alone else nullcontext() if event_type in ('backward','step') else self.around(event_type)
-        with place: run(partial(self._tried, f) if event_type=='batch' and not alone else f, event_type, ex, final)
+        if self.phases.alone(): place = overridden(self.draws, rows=(0,0,0))
+        elif event_type in ('backward','step'): place = nullcontext()
+        else:
+            place = self.around(event_type)
+            if event_type=='batch' and self.many: f = partial(self._tried, f)
+        with place: run(f, event_type, ex, final)
 
     def _tried(self, f):
-        if self.phases.size>1: self._begin_batch()
+        self._begin_batch()
         f()
