@@ -41,7 +41,9 @@ class _Part:
         rows = [row(p) for p in params]
         self.p,self.g,self.s = [x.data for x in rows],[x.grad for x in rows],[state[p] for p in params]
         if row is noop: return
-        for s in self.s: s.update({k:local(v) for k,v in s.items()}) # as a file has them
+        for s in self.s:
+            loaded = [k for k,v in s.items() if hasattr(v, '_local_tensor')]
+            for k in loaded: s[k] = local(s[k])
 
     def __getitem__(self, k): return [s[k] for s in self.s]
 

@@ -349,6 +349,15 @@ class Wrapped:
         sparse = any(p is o for o in self.sparse)
         return torch.zeros_like(p, layout=torch.sparse_coo if sparse else torch.strided)
 
+    def forward(self,
+        model:callable, # In the wrapper
+        *args, **kwargs # Of it
+    ):
+        "Call the wrapper, or `model` between what DDP does before and after"
+        if not self.direct: return self.through(*args, **kwargs)
+        args,kwargs = self.through._pre_forward(*args, **kwargs)
+        return self.through._post_forward(model(*args, **kwargs))
+
     def lay(self):
         "Make DDP lay its buckets in the order of the parameters; gradients stay. All ranks call it before the first step"
         if not self.looks: return # DDP keeps its first buckets, or finds them by itself
@@ -356,7 +365,7 @@ class Wrapped:
         before = [(p, p.grad, p._backward_hooks, p._post_accumulate_grad_hooks) for p in ps] # hooks of the user's see no zeros
         for p in ps: p.grad,p._backward_hooks,p._post_accumulate_grad_hooks = None,{},{}
         try:
-            with overridden(self.ddp.module, forward=noop), torch.enable_grad(): self.ddp(None)
+            with overridden(self.ddp.module, forward=noop), torch.enable_grad(): self.forward(noop, None)
             for p in reversed(ps): run(p, self.zeros(p))
         finally:
             for p,*old in before: p.grad,p._backward_hooks,p._post_accumulate_grad_hooks = old
@@ -440,9 +449,7 @@ class Replicated(Layout):
     def forward(self, *args, **kwargs):
         "Call the wrapper, and note whether DDP waits for a backward pass then"
         self.waits = self.trained.learns and self.exchanging and torch.is_grad_enabled()
-        if not self.wrapped.direct: return self.through(*args, **kwargs)
-        args,kwargs = self.through._pre_forward(*args, **kwargs)
-        return self.through._post_forward(self.trained.model(*args, **kwargs))
+        return self.wrapped.forward(self.trained.model, *args, **kwargs)
 
     def backward(self, run, t, g, numbers):
         "Run the pass; where DDP waits for it, `numbers` travel as the gradient of `carry`"

@@ -28,15 +28,17 @@ from ..comm.collectives import *
 
 _BatchNorm = private('torch.nn.modules.batchnorm:_BatchNorm')
 
+def _dims(x): return [d for d in range(x.ndim) if d!=1]
+def _per_channel(t, x): return t.view(1, -1, *[1]*(x.ndim-2))
+
 # %% ../../nbs/503_parallel.norms.ipynb #66d20e7f
 def _moments(x, n):
     "Return mean and sum of squared deviations of each channel of `x`, of which there are `n` values"
     if x.is_cuda: # in float32 for halves, too
         mean,inv = torch.batch_norm_stats(x, 1e-5)
         return mean,n*(inv.pow(-2)-1e-5).clamp(min=0)
-    dims = [d for d in range(x.ndim) if d!=1]
-    mean = x.mean(dims)
-    return mean,(x-_per_channel(mean, x)).square().sum(dims)
+    mean = x.mean(_dims(x))
+    return mean,(x-_per_channel(mean, x)).square().sum(_dims(x))
 
 def group_stats(
     x:torch.Tensor, # Shape `(n, channels, ...)`; `n` may differ between ranks
@@ -44,11 +46,12 @@ def group_stats(
 )->tuple: # Mean and biased variance of shape `(channels,)`, count
     "Return mean, variance and count of each channel of `x` over all ranks; one all-gather"
     n,c = 0 if padding else x.numel()//x.shape[1],x.shape[1]
-    mean,dev = _moments(x, n) if n else torch.zeros(2, c, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    if n: mean,dev = _moments(x, n)
+    else: mean,dev = torch.zeros(2, c, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     mine = torch.cat([mean, dev, mean.new_full((1,), n)])
-    all_ = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_, mine)
-    return combine(torch.stack(all_))
+    stats = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(stats, mine)
+    return combine(torch.stack(stats))
 
 # %% ../../nbs/503_parallel.norms.ipynb #d45cda70
 def combine(
@@ -56,18 +59,17 @@ def combine(
 )->tuple: # As from `group_stats`
     "Return mean, variance and count over all rows of `stats`"
     c = stats.shape[1]//2
-    means,devs,ns = stats[:,:c],stats[:,c:2*c],stats[:,-1:]
+    means,devs,ns = stats.split([c, c, 1], dim=1)
     n = ns.sum()
     mean = (ns*means).sum(0)/n
-    return mean,(devs.sum(0)+(ns*(means-mean).square()).sum(0))/n,n
-
-def _per_channel(t, x): return t.view(1, -1, *[1]*(x.ndim-2))
+    return mean,(devs+ns*(means-mean).square()).sum(0)/n,n
 
 # %% ../../nbs/503_parallel.norms.ipynb #f57b9eb1
 def _dense(x):
     "Return `x` in a layout that the kernels know"
-    dense = any(x.ndim==n and x.is_contiguous(memory_format=o) for n,o in ((4,torch.channels_last),(5,torch.channels_last_3d)))
-    return x if dense else x.contiguous()
+    last = {4:torch.channels_last, 5:torch.channels_last_3d}.get(x.ndim)
+    if last and x.is_contiguous(memory_format=last): return x
+    return x.contiguous()
 
 class _GroupNormalise(Function):
     "Batch norm with the statistics of all ranks"
@@ -75,48 +77,53 @@ class _GroupNormalise(Function):
     def forward(ctx, x, w, b, eps, padding):
         x = _dense(x)
         mean,var,n = group_stats(x, padding)
-        ctx.save_for_backward(x, w, mean, inv := (var+eps).rsqrt(), n)
+        inv = (var+eps).rsqrt()
+        ctx.save_for_backward(x, w, mean, inv, n)
         ctx.mark_non_differentiable(mean, var, n)
         ctx.padding = padding
-        y = torch.batch_norm_elemt(x, w, b, mean, inv, eps) if x.is_cuda else F.batch_norm(x, mean, var, w, b, False, 0., eps)
+        if x.is_cuda: y = torch.batch_norm_elemt(x, w, b, mean, inv, eps)
+        else: y = F.batch_norm(x, mean, var, w, b, False, 0., eps)
         return y,mean,var,n
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *_):
         x,w,mean,inv,n = ctx.saved_tensors
-        dx,dw,db = (_backward_cuda if x.is_cuda else _backward)(_dense(dy), x, w, mean, inv, n)
+        dx,*dwb = (_backward_cuda if x.is_cuda else _backward)(_dense(dy), x, w, mean, inv, n)
         if ctx.padding: dx = torch.zeros_like(x) # the mean does not depend on padding
-        return dx, dw if ctx.needs_input_grad[1] else None, db if ctx.needs_input_grad[2] else None, None, None
+        dw,db = [g if needed else None for g,needed in zip(dwb, ctx.needs_input_grad[1:])]
+        return dx,dw,db,None,None
 
 # %% ../../nbs/503_parallel.norms.ipynb #35f20a1e
 def _backward(dy, x, w, mean, inv, n):
     "Return gradients of `x`, `w` and the bias"
-    dims = [d for d in range(x.ndim) if d!=1]
+    if w is not None: w = inv*w
     xhat = (x-_per_channel(mean, x))*_per_channel(inv, x)
-    sums = torch.stack([dy.sum(dims), (dy*xhat).sum(dims)])
+    sums = torch.stack([dy.sum(_dims(x)), (dy*xhat).sum(_dims(x))])
     db,dw = sums.clone()
     dist.all_reduce(sums)
     sdy,sdyx = [_per_channel(o, x) for o in sums/n]
-    return (dy-sdy-xhat*sdyx)*_per_channel(inv if w is None else inv*w, x),dw,db
+    return (dy-sdy-xhat*sdyx)*_per_channel(ifnone(w, inv), x),dw,db
 
 def _backward_cuda(dy, x, w, mean, inv, n):
     "Return what `_backward` does, by kernels of torch"
     db,dev,*_ = torch.batch_norm_backward_reduce(dy, x, mean, inv, w, True, False, False) # torch's own gradients need a weight
-    dist.all_reduce(sums := torch.cat([db, dev]))
+    sums = torch.cat([db, dev])
+    dist.all_reduce(sums)
     return torch.batch_norm_backward_elemt(dy, x, mean, inv, w, *sums.chunk(2), n.to(torch.int32).view(1)),dev*inv,db
 
 # %% ../../nbs/503_parallel.norms.ipynb #c633d79c
 def _normalised(m, x, w, b, eps):
-    "Return `x` normalised over all ranks, their mean and unbiased variance; `None` where one value has no variance"
-    if x.is_cuda and m.alone and x.numel()==x.shape[1]: return # a question about `n` would wait for the device
+    "Return `x` normalised over all ranks, their mean and unbiased variance; raise `ValueError` where one value has no variance, as in one process"
+    few = f'Expected more than 1 value per channel when training, got input size {x.shape}'
+    if x.is_cuda and m.alone and x.numel()==x.shape[1]: raise ValueError(few) # a question about `n` would wait for the device
     x_ = x if x.is_cuda or x.dtype==torch.float64 else x.float()
-    plain = type(x) is torch.Tensor # autograd forbids to change the output of a `Function` in place where it is a subclass
-    y,mean,var,n = _GroupNormalise.apply(x_ if plain else x_.as_subclass(torch.Tensor), w, b, eps, m.padding)
+    x_ = x_.as_subclass(torch.Tensor) # autograd forbids to change the output of a `Function` in place where it is a subclass
+    y,mean,var,n = _GroupNormalise.apply(x_, w, b, eps, m.padding)
+    if not x.is_cuda and n==1: raise ValueError(few)
     y = y.to(x.dtype)
-    if x.is_cuda or n!=1: return y if plain else y.as_subclass(type(x)),mean,var*n/(n-1).clamp(min=1)
-
-def _refuse(x): raise ValueError(f'Expected more than 1 value per channel when training, got input size {x.shape}') # as in one process
+    if type(x) is not torch.Tensor: y = y.as_subclass(type(x))
+    return y,mean,var*n/(n-1).clamp(min=1)
 
 class _Sync(nn.SyncBatchNorm):
     "Batch norm that counts the samples of all ranks in training; its evaluation stays that of its own class"
@@ -125,14 +132,16 @@ class _Sync(nn.SyncBatchNorm):
     def forward(self, x):
         "Normalise `x`, in training with the statistics of all ranks"
         if not self.training: return _BatchNorm.forward(self, x)
-        res = _normalised(self, x, self.weight, self.bias, self.eps)
-        if self.running_mean is not None: self.num_batches_tracked += 1 # now that all ranks have come here
-        y,mean,var = res or _refuse(x)
+        try: y,mean,var = _normalised(self, x, self.weight, self.bias, self.eps)
+        except ValueError:
+            if self.running_mean is not None: self.num_batches_tracked += 1 # as in one process
+            raise
         if self.running_mean is not None: self._track(mean, var)
         return y
 
     @torch.no_grad()
     def _track(self, mean, var):
+        self.num_batches_tracked += 1 # now that all ranks have come here
         m = 1/self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean, m)
         self.running_var.lerp_(var, m)
@@ -159,10 +168,11 @@ class _OfAllRanks(TorchFunctionMode):
         self.norm = norm
 
     def __torch_function__(self, f, types, args=(), kwargs=None):
-        form = _forms.get(f)
-        training,momentum,mean,var,own = form(*args, **kwargs or {}) if form else (False,)*5
-        if not training: return f(*args, **kwargs or {})
-        y,*new = _normalised(self.norm, *own) or _refuse(own[0])
+        kwargs,form = kwargs or {},_forms.get(f)
+        if form is None: return f(*args, **kwargs)
+        training,momentum,mean,var,own = form(*args, **kwargs)
+        if not training: return f(*args, **kwargs)
+        y,*new = _normalised(self.norm, *own)
         if mean is not None:
             with torch.no_grad(): mean.lerp_(new[0], momentum),var.lerp_(new[1], momentum)
         return y
@@ -225,9 +235,8 @@ class Norms:
         part:float # Samples of this rank in the next batch, over the mean of all ranks; 0 where they only make the step
     ):
         "Leave out samples that only make the step"
-        size = this_world().size
+        self.part,size = part,this_world().size
         for m,_ in self.swaps: m.padding,m.alone = part==0,part==size
-        self.part = part
 
     @property
     def shared(self)->set: # Identities of buffers that are the same on all ranks

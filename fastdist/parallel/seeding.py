@@ -46,7 +46,7 @@ from ..evaluate.probe import *
 from ..evaluate.mixing import *
 from .passes import *
 
-# %% ../../nbs/507_parallel.seeding.ipynb #d36ae8c9
+# %% ../../nbs/507_parallel.seeding.ipynb #d36ae8c8
 _whole,_part = 9,5 # rows of the two runs
 _lo = _whole-_part # first row of the second
 
@@ -54,6 +54,13 @@ class _Differs(Exception): "Two runs do not draw the same"
 
 def _clone(o): return o.clone() if isinstance(o, Tensor) else o
 
+def _last_rows(t, rule):
+    "Return the last five of nine rows of `t`; all of it where it has none"
+    if not rule: return t
+    dim,k = rule
+    return t.narrow(dim, _lo*k, _part*k)
+
+# %% ../../nbs/507_parallel.seeding.ipynb #d36ae8c9
 class Tape(Draws):
     "Mode that keeps draws, to be replayed"
     def __init__(self):
@@ -81,12 +88,6 @@ class Replay(Draws):
         if was!=name or p is None or p.rule and not cuts: raise _Differs
         self.found.append(p)
         return _clone(_last_rows(value, p.rule))
-
-def _last_rows(t, rule):
-    "Return the last five of nine rows of `t`; all of it where it has none"
-    if not rule: return t
-    dim,k = rule
-    return t.narrow(dim, _lo*k, _part*k)
 
 # %% ../../nbs/507_parallel.seeding.ipynb #61e770cf
 def _rows_at(b, n, at):

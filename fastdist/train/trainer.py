@@ -342,7 +342,7 @@ class DistributedTrainer(WrapperCallback):
         "Layout of the Learner's parameters in the job, or `None`"
         return self.parts and self.parts.layout
     @property
-    def _through(self): return self.layout and self.layout.through
+    def _through(self): return self.parts and self.parts.layout.through
 
     def _override(self):
         _warn_lone(os.environ)
@@ -391,8 +391,9 @@ class DistributedTrainer(WrapperCallback):
         "Forget the step that the error `e` has ended"
         self.parts.give_up(e)
 
-    def _goes_through(self): return self.learn.training and not self.layout.bare
-    def _forward(self, *args, **kwargs): return self.layout.forward(*args, **kwargs)
+    @property
+    def _forward(self): return self.parts.layout.forward
+    def _goes_through(self): return self.learn.training and not self.parts.layout.bare
 
     def _on_call_one(self, event_name):
         events,job = self.parts.events,self.job
@@ -403,7 +404,7 @@ class DistributedTrainer(WrapperCallback):
         events(event_name)
 
     def _on_batch(self, do_one_batch):
-        run,layout = partial(super()._on_batch, do_one_batch),self.layout
+        run,layout = partial(super()._on_batch, do_one_batch),self.parts.layout
         if self._learner.training and layout.through is not None: return self.parts.gradients.run_batch(run)
         with layout.evaluation(): run()
 
