@@ -88,7 +88,6 @@ Modules:
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared, returned to the parent process
 - `fastdist.tools.checks`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.tools.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
-- `fastdist.tools.desync`: A callback that finds the step after which ranks no longer train the same model
 - `fastdist.tools.step_clock`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
 - `fastdist.tools.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
 - `fastdist.tools.trace`: A record of what the first steps of a fit leave, which another process can be compared with
@@ -116,7 +115,7 @@ from .accelerator import Accelerator
 from .train.trainer import DistributedTrainer
 from .parallel.passes import ParallelTrainer
 from . import learner,saving
-from .tools.desync import DesyncCheck
+from .tools.checks import DesyncCheck
 from .tools.timeline import Timeline
 from .tools.trace import Trace
 from .tools.comparison import Comparison

@@ -11,7 +11,8 @@ But much is known beforehand: that each rank has a device of its own, that all r
 
 # %% auto #0
 __all__ = ['tolerances', 'Blobs', 'small_learner', 'fit_quietly', 'Finding', 'as_table', 'rank_place', 'place_table',
-           'missing_ranks', 'check_world', 'check_replicas', 'check_shards', 'check_exactness']
+           'missing_ranks', 'check_world', 'check_replicas', 'check_shards', 'check_exactness', 'own_buffers',
+           'DesyncCheck']
 
 # %% ../../nbs/801_tools.checks.ipynb #bcc9d896
 import io,math,os,torch
@@ -25,6 +26,7 @@ from ..launch.group import *
 from ..comm.collectives import *
 from ..state.replicas import *
 from ..parallel.passes import *
+from ..train.trainer import *
 
 # %% ../../nbs/801_tools.checks.ipynb #870a0e39
 class Blobs:
@@ -84,21 +86,24 @@ def as_table(
     return '\n'.join('  '.join(o.ljust(n) for o,n in zip(row, widths)).rstrip() for row in zip(*cols))
 
 # %% ../../nbs/801_tools.checks.ipynb #f7454795
+_shown = 'rank','host','local rank','device','backend','launcher'
+
 def rank_place(
     w:World # This process's world
 )->dict: # For `place_table` and `check_world`
     "Return the node, the device and the launcher of this rank"
-    d = w.device
-    gpu = torch.cuda.get_device_properties(d) if d.type=='cuda' else None
-    return dict(rank=w.rank, host=w.node_name, local=w.local_rank, device=f'{d} ({gpu.name})' if gpu else str(d), backend=w.backend, kind=d.type,
-        launcher=w.source, node=w.node_rank, gpu=str(gpu.uuid) if gpu else None)
+    name,gpu = str(w.device),None
+    if w.device.type=='cuda':
+        found = torch.cuda.get_device_properties(w.device)
+        name,gpu = f'{name} ({found.name})',str(found.uuid)
+    shown = dict(zip(_shown, (w.rank,w.node_name,w.local_rank,name,w.backend,w.source)))
+    return shown | dict(kind=w.device.type, node=w.node_rank, gpu=gpu)
 
 def place_table(
     places:list # What `rank_place` returned on each rank
 )->str:
     "Return a table of ranks and their places"
-    keys = ['rank','host','local','device','backend','launcher']
-    return as_table(['rank','host','local rank','device','backend','launcher'], [[p[k] for k in keys] for p in places])
+    return as_table(_shown, [itemgetter(*_shown)(p) for p in places])
 
 # %% ../../nbs/801_tools.checks.ipynb #95d95514
 def missing_ranks(
@@ -112,31 +117,25 @@ def missing_ranks(
     if n==1 and 'ACCELERATE_USE_CPU' in env and 'MASTER_PORT' in env and 'RANK' not in env:
         return '`accelerate launch`','add --multi_gpu, which without a GPU starts CPU ranks, or use torchrun'
 
-# %% ../../nbs/801_tools.checks.ipynb #877d2490
-def _in_common(places, key):
-    "Return the lists of ranks that have the same `key`"
-    return [[p['rank'] for p in ps] for k,ps in groupby(places, key).items() if len(ps)>1]
-
-def _world_faults(places, wish):
-    "Yield what is wrong, each with a hint"
-    for rs in _in_common([p for p in places if p['gpu']], itemgetter('gpu')):
-        yield f'ranks {rs} share one GPU','start one rank a GPU, and see that each process gets a LOCAL_RANK or CUDA_VISIBLE_DEVICES of its own'
-    for rs in _in_common(places, itemgetter('node', 'local')):
-        yield f'ranks {rs} have the same local rank on one node','LOCAL_RANK counts the processes of a node; torchrun and srun set it'
-    kinds = {p['kind'] for p in places}
-    if len(kinds)>1:
-        yield f'some ranks are on {" and others on ".join(sorted(kinds))}','see that all nodes show their GPUs, or set ACCELERATE_USE_CPU=true on all'
-    if wish: yield f'{len(places)} where {wish[0]} asked for another number',wish[1]
-
 # %% ../../nbs/801_tools.checks.ipynb #605f4923
+_shared = {('gpu',): ('share one GPU','start one rank a GPU, and see that each process gets a LOCAL_RANK or CUDA_VISIBLE_DEVICES of its own'),
+    ('node','local rank'): ('have the same local rank on one node','LOCAL_RANK counts the processes of a node; torchrun and srun set it')}
+
 def check_world(
     places:list, # What `rank_place` returned on each rank
     wish:tuple=None # What `missing_ranks` returned
 )->Finding:
     "Return whether each rank has a place of its own, and there are as many as were asked for"
-    nodes = len({p['node'] for p in places})
-    faults = list(_world_faults(places, wish)) or [(f'{len(places)} on {nodes} node{"s" if nodes>1 else ""}','')]
-    return Finding('ranks', '; '.join(found for found,_ in faults), '; '.join(hint for _,hint in faults))
+    faults,nodes,kinds = [],{p['node'] for p in places},{p['kind'] for p in places}
+    for keys,(what,hint) in _shared.items():
+        for value,ps in groupby(places, itemgetter(*keys)).items():
+            if value is not None and len(ps)>1: faults.append((f'ranks {[p["rank"] for p in ps]} {what}',hint))
+    if len(kinds)>1:
+        found = f'some ranks are on {" and others on ".join(sorted(kinds))}'
+        faults.append((found,'see that all nodes show their GPUs, or set ACCELERATE_USE_CPU=true on all'))
+    if wish: faults.append((f'{len(places)} where {wish[0]} asked for another number',wish[1]))
+    if not faults: faults.append((f'{len(places)} on {len(nodes)} node{"s"*(len(nodes)>1)}',''))
+    return Finding('ranks', *map('; '.join, zip(*faults)))
 
 # %% ../../nbs/801_tools.checks.ipynb #356fea86
 def check_replicas(
@@ -146,7 +145,8 @@ def check_replicas(
     table = fingerprints(learner_state(learn))
     if all_alike(table): return Finding('replicas', f'{len(table)} weights, buffers and values of the optimizer have the same bits on all ranks')
     (name,(ref,ranks)),*others = differing(gather_objs(table)).items()
-    return Finding('replicas', f'{name} of ranks {ranks} is not that of rank {ref}'+(f', and {len(others)} more differ' if others else ''),
+    more = f', and {len(others)} more differ' if others else ''
+    return Finding('replicas', f'{name} of ranks {ranks} is not that of rank {ref}{more}',
         'look for what one rank does alone: a default callback, a patch, another version of torch, or hardware that does not compute alike')
 
 # %% ../../nbs/801_tools.checks.ipynb #dc944b21
@@ -155,18 +155,21 @@ def check_shards(
 )->Finding:
     "Return whether all ranks together hold each parameter once"
     ps = dict(learn.model.named_parameters())
-    parts = gather_objs({n:local(p).numel() for n,p in ps.items()})
-    most,n = max(sum(o.values()) for o in parts),sum(p.numel() for p in ps.values())
-    wrong = [k for k,p in ps.items() if p.ndim and sum(o[k] for o in parts)!=p.numel()]
+    on_ranks = gather_objs({n:local(p).numel() for n,p in ps.items()})
+    most,n = max(sum(o.values()) for o in on_ranks),sum(p.numel() for p in ps.values())
     found = f'{n} numbers in {len(ps)} parameters, at most {most} of them on a rank'
-    return Finding('shards', f'{wrong[0]} is not divided; {found}' if wrong else found, 'see that all ranks have the same version of torch' if wrong else '')
+    for k,p in ps.items():
+        if not p.ndim or sum(o[k] for o in on_ranks)==p.numel(): continue
+        return Finding('shards', f'{k} is not divided; {found}', 'see that all ranks have the same version of torch')
+    return Finding('shards', found)
 
 # %% ../../nbs/801_tools.checks.ipynb #ed7c564e
 tolerances = dict(weights=1e-5, reports=1e-6)
 
 def _outcome(learn):
     "Return weights and buffers, and losses and metrics"
-    weights = [(o.full_tensor() if hasattr(o, 'full_tensor') else o).detach().cpu().double().flatten() for o in learn.model.state_dict().values()]
+    state = learn.model.state_dict().values()
+    weights = [(o.full_tensor() if hasattr(o, 'full_tensor') else o).detach().cpu().double().flatten() for o in state]
     return torch.cat(weights),torch.tensor([*L(learn.recorder.values).concat(), *learn.recorder.losses], dtype=torch.float64)
 
 def _off(a, b): return ((a-b).abs()/(1+b.abs())).max().item()
@@ -177,9 +180,54 @@ def check_exactness(
     alone:Learner # Fitted outside of a context with `N*bs`, otherwise the same
 )->Finding:
     "Return whether N ranks computed what one process computes"
-    off = torch.tensor(gather_objs([_off(a, b) for a,b in zip(_outcome(learn), _outcome(alone))])).nan_to_num(math.inf)
-    worst,ranks = off.max(0)
-    found = ', '.join(f'{k} of rank {r} within {x:.1g} of one process ({eps:g} allowed)' for (k,eps),x,r in zip(tolerances.items(), worst.tolist(), ranks.tolist()))
-    if all(x<=eps for x,eps in zip(worst.tolist(), tolerances.values())): return Finding('exactness', found)
-    return Finding('exactness', found, 'see that all ranks read the same data and run the same code, and that '
-        'torch.get_float32_matmul_precision() is "highest"')
+    off = torch.tensor(gather_objs([*map(_off, _outcome(learn), _outcome(alone))])).nan_to_num(math.inf)
+    found,hint = [],''
+    for (k,eps),x,rank in zip(tolerances.items(), *map(Tensor.tolist, off.max(0))):
+        found.append(f'{k} of rank {rank} within {x:.1g} of one process ({eps:g} allowed)')
+        if x>eps: hint = 'see that all ranks read the same data and run the same code, and that torch.get_float32_matmul_precision() is "highest"'
+    return Finding('exactness', ', '.join(found), hint)
+
+# %% ../../nbs/801_tools.checks.ipynb #d888c5d2
+def own_buffers(
+    model:nn.Module # During a fit
+)->dict: # Name -> buffer
+    "Return the buffers that a rank may write from its own samples: all but those of batch norms that count all samples"
+    shared = {id(b) for m in model.modules() if isinstance(m, nn.SyncBatchNorm) for b in m.buffers()}
+    return {n:b for n,b in model.named_buffers() if id(b) not in shared}
+
+# %% ../../nbs/801_tools.checks.ipynb #616e9b21
+class DesyncCheck(Callback):
+    "Raises `DesyncError` on all ranks when they are found to differ"
+    order,run_valid = 1000,False
+    def __init__(self,
+        every:int=100 # Steps of the optimizer from one check to the next; the end of each epoch's training is checked too
+    ): self.every = every
+
+    @property
+    def _trainer(self): return first(self.learn._grab_cbs(DistributedTrainer))
+
+    def before_fit(self):
+        "Count steps from 0, and take over the check at the end of an epoch's training"
+        self.n_steps,trainer = 0,self._trainer
+        if trainer and trainer.parts: trainer.parts.compares = False
+    def before_train(self):
+        "Note what buffers hold when the epoch begins"
+        self.began = fingerprints(own_buffers(self.model)) if grouped() else {}
+    def after_step(self):
+        "Compare every `every` steps"
+        self.n_steps += 1
+        if self.n_steps%self.every==0: self._check(own_buffers(self.model))
+    def after_train(self):
+        "Compare when an epoch's training ends"
+        self._check({} if self._trainer else own_buffers(self.model))
+
+    def _check(self, own):
+        "Compare what ranks hold; of a buffer among `own` that changed since the epoch began, only that it did"
+        if not grouped(): return
+        layout = self._trainer.layout if self._trainer else None
+        state = layout.comparable(self.learn) if layout else learner_state(self.learn)
+        table = fingerprints(state)
+        for n in own:
+            if n in table and table[n]!=self.began.get(n): table[n] = *table[n][:2],None
+        more = ' DesyncCheck(1) tells the step.' if self.every>1 else ''
+        compare_replicas(state, f'after step {self.n_steps} of the fit, in epoch {self.epoch}', table, more)

@@ -5,7 +5,7 @@ from fastcore.test import test_close,test_eq
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.tools.desync import *
+from fastdist.tools.checks import *
 from fastdist.state.replicas import *
 from collectives import counting
 from half import halved
