@@ -15,6 +15,7 @@ __all__ = ['gap', 'scales', 'joined', 'apart', 'matching', 'first_place', 'Row',
 # %% ../../nbs/806_tools.comparison.ipynb #b163e5c8
 import math,zipfile
 from dataclasses import dataclass
+from itertools import takewhile
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
@@ -59,9 +60,10 @@ def joined(
     "Put the samples of ranks together, without those that some rank lacks, or has in a shape that does not fit"
     res = {}
     for k in ranks[0]:
-        parts = [o[k] for o in ranks if o.get(k)]
-        common = {(dim,shape[dim]//len(rows),*shape[:dim],*shape[dim+1:]) for shape,dim,rows in parts}
-        if len(parts)==len(ranks) and len(common)==1: res[k] = common.pop(),torch.cat([o[2] for o in parts])
+        parts,shapes = [o.get(k) for o in ranks],set()
+        if not all(parts): continue
+        for shape,dim,rows in parts: shapes.add((dim,shape[dim]//len(rows),*shape[:dim],*shape[dim+1:]))
+        if len(shapes)==1: res[k] = shapes.pop(),torch.cat([o[2] for o in parts])
     return res
 
 def apart(
@@ -78,13 +80,14 @@ def apart(
 # %% ../../nbs/806_tools.comparison.ipynb #3ace9930
 def _columns(a, b):
     "Return for `a` and `b` a row for each sample of the batch, a column for each tensor that both have"
-    both = [k for k in a if k[:2]==('the batch',0) and k in b and a[k][0]==b[k][0]]
+    columns = []
+    for k,(shape,x) in a.items():
+        if k[:2]==('the batch',0) and k in b and b[k][0]==shape: columns.append((x,b[k][1]))
     res = []
-    for o in (a,b):
-        columns = [o[k][1] for k in both]
-        fit = len({*map(len, columns)})==1
-        res.append(torch.stack(columns).T.nan_to_num() if fit else torch.zeros(0, 0))
-    return res
+    for xs in zip(*columns):
+        fit = len({*map(len, xs)})==1
+        res.append(torch.stack(xs).T.nan_to_num() if fit else torch.zeros(0, 0))
+    return res or [torch.zeros(0, 0)]*2
 
 def _numbers_of_samples(a, b):
     "Return the columns of `a` and `b` that have the same numbers; all of them if these do not tell the samples of `a` apart"
@@ -154,6 +157,7 @@ class Row:
 # %% ../../nbs/806_tools.comparison.ipynb #dd156ce2
 _samples,_batch,_predicted = 'the samples of the batch','the batches that make a step','the predictions'
 
+def _samples_of(ranks, k): return joined([o[k] for o in ranks])
 def _fits(a, b): return math.inf if matching(a, b) is None else 0.
 
 def _cancelled(moments):
@@ -172,9 +176,10 @@ class Moment:
     ):
         store_attr()
         self.one = a[0]
-        self.points = [joined([o['points'] for o in run]) for run in (a,b)]
-        self.alone,*self.repeated = [joined([o['points']]) for o in (self.one,*again)]
-        self.matches = matching(*self.points)
+        self.points,self.many = _samples_of(a, 'points'),_samples_of(b, 'points')
+        self.alone,self.repeated = _samples_of(a[:1], 'points'),[_samples_of([o], 'points') for o in again]
+        self.held = _samples_of(a, 'samples'),_samples_of(b, 'samples')
+        self.matches = matching(self.points, self.many)
         self.floor = max(o['floor'] for o in (*a, *b))
         if not again: self.floor *= 10 # nothing is known of rounding
         self.sizes = scales(self.one['values'])
@@ -184,7 +189,8 @@ class Moment:
         low,most = max(self.floor, low),1e-2 # that rounding may make
         if clock: most = 1e-3
         if self.draws: most = 10*self.floor
-        random = rounding>most if self.again else clock and gap>low
+        random = clock and gap>low
+        if self.again: random = rounding>most
         differs = not random and gap>max(low, 30*rounding)
         return Row(self.one['fit'], self.one['part'], self.one['i'], name, gap, rounding, rank, differs, random, values)
 
@@ -193,42 +199,48 @@ class Moment:
         res,part = [],self.one['part']
         if part!='end':
             again = max([_fits(self.alone, o) for o in self.repeated], default=0.)
-            res.append(self.row(_samples, _fits(*self.points), again))
+            res.append(self.row(_samples, _fits(self.points, self.many), again))
         losses = ('loss','Recorder.losses','learn.smooth_loss') if self._has_own_losses() else ()
         for n,v in self.one['values'].items():
             if not n.startswith(losses): res.append(self._value(n, v))
-        return res+[self._predictions()] if part=='validation' else res
+        if part=='validation': res.append(self._predictions())
+        return res
 
     def _has_own_losses(self):
         "Return whether losses are those of one rank's samples until the epoch ends, as in an accumulation window"
         for run in (self.a,self.b):
-            first,*losses = [o['values'].get('loss') for o in run]
-            if first and any(gap(first, o)>self.floor for o in losses if o): return True
+            losses = [o['values']['loss'] for o in run if 'loss' in o['values']]
+            for o in losses[1:]:
+                if gap(losses[0], o)>self.floor: return True
         return False
 
     def _value(self, name, v):
-        scale,there = self.sizes.get(_kind(name), 0.),{k:o['values'][name] for k,o in enumerate(self.b) if name in o['values']}
-        gaps = {k:gap(v, w, scale) for k,w in there.items()} or {0:math.inf}
-        rank = max(gaps, key=gaps.get)
-        g,again,pair = gaps[rank],[o['values'].get(name) for o in self.again],()
+        scale,there,rounding,pair = self.sizes.get(_kind(name), 0.),{},0.,()
+        for rank,o in enumerate(self.b):
+            if name in o['values']: there[rank] = gap(v, o['values'][name], scale)
+        rank = max(there, key=there.get, default=0)
+        g = there.get(rank, math.inf)
         if g==math.inf: g = self._of_samples(name)
-        rounding = max([gap(v, o, scale) if o else math.inf for o in again], default=0.)
-        if there and len(v[1])==len(there[rank][1])==1: pair = v[1].item(),there[rank][1].item()
-        clock = v[3] and v[0]==() and v[1].is_floating_point()
+        for o in self.again:
+            w = o['values'].get(name)
+            rounding = max(rounding, gap(v, w, scale) if w else math.inf)
+        if there:
+            w = self.b[rank]['values'][name]
+            if len(v[1])==len(w[1])==1: pair = v[1].item(),w[1].item()
+        clock = v[2] and v[0]==() and v[1].is_floating_point()
         return self.row(name, g, rounding, rank, pair, clock, 3e-4 if _kind(name) else 0.)
 
     def _of_samples(self, name):
         "Return how far samples in the value `name` are apart, infinitely where not every rank has some"
-        found = [[o['values'].get(name) for o in run] for run in (self.a,self.b)]
-        if not all(o and o[2] for run in found for o in run): return math.inf
-        if self.one['part']=='end' and self.matches is None: return 0. # one rank had a later last batch than another
-        a,b = [joined([{name:(o[0],*o[2])} for o in run]) for run in found]
-        return ifnone(apart(a, b, name, self.matches), math.inf)
+        a,b = self.held
+        res = apart(a, b, name, self.matches)
+        if res is None and self.one['part']=='end' and self.matches is None and name in a and name in b: return 0. # one rank had a later last batch
+        return ifnone(res, math.inf)
 
     def _predictions(self):
-        k,(a,b) = (_predicted,0,0),self.points
-        again = [apart(self.alone, o, k, matching(self.alone, o)) or 0. for o in self.repeated]
-        return self.row(_predicted, apart(a, b, k, self.matches) or 0., max(again, default=0.))
+        k,rounding = (_predicted,0,0),0.
+        for o in self.repeated: rounding = max(rounding, apart(self.alone, o, k, matching(self.alone, o)) or 0.)
+        return self.row(_predicted, apart(self.points, self.many, k, self.matches) or 0., rounding)
 
     def may_coincide(self,
         row:Row, # One of `rows`
@@ -246,23 +258,22 @@ class Moment:
         if row.part=='end': return ''
         floor,draws = max(1e-4, 30*min(row.rounding, 1e-3)),self.draws
         if self.again: draws = [first_place(self.alone, o, floor) for o in self.repeated]
-        a,b = self.points
-        end = next((i for i,k in enumerate(a) if k[0] in draws), len(a))
-        return first_place(dict([*a.items()][:end]), b, floor)
+        before = dict(takewhile(lambda o: o[0][0] not in draws, self.points.items()))
+        return first_place(before, self.many, floor)
 
     def origin(self,
         row:Row # That differs
     )->str: # Begins with a space, or empty
         "Return in words where the difference of `row` begins"
         if row.name==_batch: return _cancelled((*self.b, *self.a))
-        one,many = [sum(o['n'] for o in run) for run in (self.a,self.b)]
+        one,many = sum(o['n'] for o in self.a),sum(o['n'] for o in self.b)
         if row.name==_samples and one!=many: return f' The batch has {many} samples instead of {one}.'
         place,owner = self._place(row),row.name.partition('.')[0]
         if place=='the batch': return ' It begins with the loader, which gives other samples.'
         others = ': what it computes depends on the other samples of a batch' if len(self.a)!=len(self.b) else ''
         if place: return f' It begins in {place}, which gives other values for the same samples{others}.'
         v = self.one['values'].get(row.name)
-        if v and v[3] and owner not in ('model','loss_func','learn'): return f' {owner} holds it, and changes it by the samples of one rank.'
+        if v and v[2] and owner not in ('model','loss_func','learn'): return f' {owner} holds it, and changes it by the samples of one rank.'
         if row.name=='loss': return ' Predictions are the same, so it begins in the loss, or in a callback that changes it.'
         if _kind(row.name)!='gradient': return ''
         between = ', '.join(self.one['between'][:3])
@@ -276,9 +287,14 @@ def read_trace(
     "Return what all ranks have recorded"
     try: head,found = read_file(path)
     except (OSError,zipfile.BadZipFile) as e: raise ValueError(f'{path} must be a trace that FASTDIST_TRACE or Trace has written, got: {e}') from e
-    ranks = [found,*(read_file(rank_file(path, r))[1] for r in range(1, head['size']))]
-    return [{(o['fit'],o['part'],o['i']):o for o in found} for found in ranks]
+    res = []
+    for r in range(head['size']):
+        if r: found = read_file(rank_file(path, r))[1]
+        res.append({(o['fit'],o['part'],o['i']):o for o in found})
+    return res
 
+# %% ../../nbs/806_tools.comparison.ipynb #57353139
+def _having(ranks, k): return [o[k] for o in ranks if k in o]
 def _some(names): return ', '.join(names[:5])+(f' and {len(names)-5} more' if len(names)>5 else '')
 
 class Comparison:
@@ -288,14 +304,15 @@ class Comparison:
         b, # Path of the trace that should be the same
         *again # Traces of other runs of the first script, which show what rounding does and what is random
     ):
-        runs,rest = [read_trace(o) for o in (a,b)],[read_trace(o)[0] for o in again]
-        everything = [o for run in reversed(runs) for rank in run for o in rank.values()]
-        self.names,self.sizes,self.repeated = (a,b),[len(o) for o in runs],bool(again)
-        self.draws = uniqueify(n for o in everything[::-1] for n in o['draws'])
-        self.floor = max([o['floor'] for o in runs[0][0].values()], default=0.)
+        one,many = map(read_trace, (a,b))
+        rest = [o[0] for o in map(read_trace, again)]
+        everything = [o for rank in (*one, *many) for o in rank.values()]
+        self.names,self.sizes,self.repeated = (a,b),(len(one),len(many)),bool(again)
+        self.draws = uniqueify(n for o in everything for n in o['draws'])
+        self.floor = max([o['floor'] for o in one[0].values()], default=0.)
         self.rows,moments = [],{}
-        for k in runs[0][0]|runs[1][0]:
-            a,b,again = [[o[k] for o in run if k in o] for run in (*runs, rest)]
+        for k in one[0]|many[0]:
+            a,b,again = _having(one, k),_having(many, k),_having(rest, k)
             if a and b:
                 moments[k] = Moment(a, b, again, self.draws)
                 self._add(moments[k])
@@ -305,7 +322,7 @@ class Comparison:
         self.origin,row = '',self.first
         if row: # of a moment that only one of the runs has, all moments are looked at
             found = moments.get((row.fit,row.part,row.step))
-            self.origin = found.origin(row) if found else _cancelled(everything)
+            self.origin = found.origin(row) if found else _cancelled(everything[::-1])
 
     def _add(self, moment):
         "Add the rows of `moment`; behind a value that is random a difference may be so too"

@@ -315,15 +315,10 @@ def _between(learn):
 # %% ../../nbs/805_tools.trace.ipynb #d54df12c
 def recorded(
     values:dict, # Name -> tensor
-    n:int, # Samples of the batch
     own:bool # Whether objects of the script hold them, which may hold a clock
-)->dict: # Name -> shape, numbers, dimension and numbers of samples where it may have those of a batch, `own`
+)->dict: # Name -> shape, numbers, `own`
     "Return what a trace has of `values`"
-    res = {}
-    for k,t in values.items():
-        samples = per_sample(t, n) if n and t.ndim else None
-        res[k] = *summary(t),samples[1:] if samples else (),own
-    return res
+    return {k:(*summary(t),own) for k,t in values.items()}
 
 # %% ../../nbs/805_tools.trace.ipynb #0178cc03
 class Trace(OverridingCallback):
@@ -359,12 +354,14 @@ class Trace(OverridingCallback):
         self.fit = 0
         with zipfile.ZipFile(self.file, 'w') as z: z.writestr('head.json', json.dumps(head))
 
-    def _write(self, part, values, n, points, **more):
-        "Record a moment of `part`: `values`, the samples in `points`, and `more`"
+    def _write(self, part, n, points, values, held, **more):
+        "Record a moment of `part`: the samples in `points`, `values` that are computed, those that objects hold, and `more`"
         floor = max([1e-5, *(8*torch.finfo(o).eps for o in self.low)]) # relative difference that rounding explains
+        samples = {k:per_sample(t, n) for k,t in (values | held).items() if t.ndim}
         more |= dict(fit=self.fit, part=part, i=0 if part=='end' else self.done[self.training], n=n, floor=floor)
+        more |= dict(points=points, values=recorded(values, False) | recorded(held, True), samples=samples)
         buf = io.BytesIO()
-        torch.save(more | dict(values=values, points=points, draws=[*self.draws], cancelled=self.cancelled), buf)
+        torch.save(more | dict(draws=[*self.draws], cancelled=self.cancelled), buf)
         with zipfile.ZipFile(self.file, 'a') as z: z.writestr(f'{len(z.namelist()):05}.pt', buf.getvalue())
 
     def _stop(self):
@@ -386,19 +383,19 @@ class Trace(OverridingCallback):
         self.cancelled += [f'{o.name} ({Path(o.filename).name}:{o.lineno})' for o in at[-1:]]
 
     def after_batch(self):
-        if not self.watch: return
+        watch = self.watch
+        if not watch: return
         if self.stepped:
             if self.training: self._after_step()
-            else: self._write('validation', {}, self.watch.n, self.watch.points)
+            else: self._write('validation', watch.n, watch.points, {}, {})
             self.done[self.training] += 1
-        self.watch.end()
+        watch.end()
         if self.done[self.training]>=self.steps: self._stop()
 
     def _after_step(self):
-        learn,n = self.learn,self.watch.n
+        learn,watch = self.learn,self.watch
         values = {'the batches that make a step':torch.tensor(learn.iter), 'loss':learn.loss} | self.grads | trained_values(learn)
-        values = recorded(values, n, False) | recorded(script_values(learn), n, True)
-        self._write('training', values, n, self.watch.points, between=_between(learn))
+        self._write('training', watch.n, watch.points, values, script_values(learn), between=_between(learn))
 
     def after_train(self): self._stop()
     def after_validate(self):
@@ -410,7 +407,7 @@ class Trace(OverridingCallback):
         points = {('the batch',0,i):per_sample(t, n) for i,t in enumerate(tensors_in((learn.xb,learn.yb)))}
         log = dict(zip(self.recorder.metric_names or (), self.recorder.log))
         metrics = {f'{k[1:]} of the epoch':t for k,t in numbers_in('', log, set()).items()}
-        self._write('end', recorded(metrics, n, False) | recorded(script_values(learn), n, True), n, {k:o for k,o in points.items() if o})
+        self._write('end', n, points, metrics, script_values(learn))
 
 # %% ../../nbs/805_tools.trace.ipynb #e558b4b5
 class TraceEnd(SystemExit): "Raised where a run ends that is compared"
