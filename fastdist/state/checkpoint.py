@@ -336,6 +336,7 @@ class Checkpoint(OverridingCallback):
     ):
         "Call `run` unless the fit is done; where it was cut off, let it go on"
         with ExitStack() as stack:
+            stack.callback(self.hand) # what the job has ends with it
             stack.enter_context(counted_fit(self.learn, self.path))
             now = CheckpointedFit(Fit(self.learn, self.path, *self.handed), self.every, self.minutes, self.keep)
             if now.fit.rank==0: stack.enter_context(in_use(self.path))

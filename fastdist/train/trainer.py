@@ -145,6 +145,7 @@ def _find_in_memory(cb, steps):
     def back():
         learn.opt.zero_grad()
         start.put(learn)
+        del cb.before_fit,cb.after_fit # and with them the copy
     cb.before_fit,cb.after_fit,learn.n_epoch = begin,back,cb.num_it//steps+1
 
 # %% ../../nbs/709_train.trainer.ipynb #a0d1f021
