@@ -75,6 +75,7 @@ Modules:
 - `fastdist.shard.plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`
 - `fastdist.shard.rows`: Shards are rows: which rank has which, and how they are put together
 - `fastdist.shard.wrap_policy`: Modules whose parameters are gathered together when a model is sharded
+- `fastdist.state.changes`: What a copy of this process has changed in objects that this process has too
 - `fastdist.state.checkpoint`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
 - `fastdist.state.consistency`: Facts that all ranks must share when a fit begins, and samples that they must read alike
 - `fastdist.state.dcp`: Rows of tensors in shards: each rank writes its own, and each reads what it needs
@@ -94,6 +95,7 @@ Modules:
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.train.gradients`: Gradients and loss of a step are those of the global batch, whatever passes are made
+- `fastdist.train.parent`: The process that runs the script, and the ranks that its Learner's calls run on
 - `fastdist.train.phase`: The training and the evaluation that run at the moment, and this rank's share of their loaders
 - `fastdist.train.process`: Accelerate's object for this process, joined to its job when it is first needed
 - `fastdist.train.scale`: By how much the loss of this rank's batch counts in that of the global batch, and in a step over several batches

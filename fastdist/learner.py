@@ -33,6 +33,7 @@ from .data.loader import *
 from .parallel.passes import *
 from .train.step import *
 from .train.trainer import *
+from .train.parent import *
 from .tools.trace import *
 
 # %% ../nbs/900_learner.ipynb #b9c02db9
@@ -120,16 +121,25 @@ def to_distributed(self:Learner,
     shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
     keep_sharded=False, # Whether the model stays in shards after `detach_distributed`
     seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
+    nprocs=None, # Number of ranks that calls of this Learner run on, 'auto' for one a GPU, in a script that runs once; a launcher starts them by default
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
     check_known(kwargs, Learner.to_distributed)
+    n,kwargs = ranks_wanted(nprocs, this_world(), kwargs)
     cb = DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)
-    return self.detach_distributed().add_cb(cb)
+    self.detach_distributed()
+    if n==1: return self.add_cb(cb)
+    if keep_sharded: raise OptionError('keep_sharded', True, 'ranks end after each call, and the Learner returns whole. HINT: leave it out')
+    options = dict(sync_bn=sync_bn, patience=patience, desync_check=desync_check, shard=shard, seed=seed)
+    ParentContext(self, n, options|kwargs).__enter__()
+    return self
 
 @patch
 def detach_distributed(self:Learner)->Learner: # Itself
     "Remove `DistributedTrainer` and leave the job"
+    parent = parent_context(self)
+    if parent: parent.__exit__()
     return self.remove_cb(DistributedTrainer)
 
 @patch
@@ -143,16 +153,17 @@ def distrib_ctx(self:Learner,
     shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
     keep_sharded=False, # Whether the model stays in shards after the context
     seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
+    nprocs=None, # Number of ranks that calls of this Learner run on, 'auto' for one a GPU, in a script that runs once; a launcher starts them by default
     **kwargs
 ):
     "Train on all ranks of the job inside the context, which yields the Learner; one inside of another is part of it"
     check_known(kwargs, Learner.distrib_ctx)
-    if any(o.entered for o in self._grab_cbs(DistributedTrainer)):
-        _check_part(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)
+    if parent_context(self) or any(o.entered for o in self._grab_cbs(DistributedTrainer)):
+        _check_part(sync_bn, patience, desync_check, shard, keep_sharded, seed, nprocs, **kwargs)
         yield self
         return
     try:
-        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)): yield self
+        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, seed, nprocs, **kwargs)): yield self
     finally: self.detach_distributed()
 
 # %% ../nbs/900_learner.ipynb #d961bb68
