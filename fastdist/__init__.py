@@ -35,11 +35,10 @@ Modules:
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.seeds`: Random numbers as a function of a seed and a place
 - `fastdist.comm.store`: Key-value store of one job, and who of its processes exist
-- `fastdist.data.deal`: A pass over a loader: its order drawn alike on all ranks, and who gets which samples of it
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
-- `fastdist.data.fetch`: Batches from data sets that give many samples at once
+- `fastdist.data.fetch`: Batches of plain samples in few calls, and data workers that are watched
 - `fastdist.data.loader`: `DistributedDL`: any loader's batches for one rank
-- `fastdist.data.sharding`: The samples of each rank, by arithmetic on an order that all ranks share
+- `fastdist.data.sharding`: The samples of each rank in a pass over a loader, by arithmetic on an order that all ranks share
 - `fastdist.data.source`: One rank's batches of a fastai loader, whose samples are read by number or as a stream
 - `fastdist.data.torch_loader`: A torch `DataLoader`, built again around one rank's batches
 - `fastdist.evaluate.evaluate`: Validation losses, metrics and predictions, as one process would have them

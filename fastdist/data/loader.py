@@ -30,7 +30,6 @@ from ..launch.group import *
 from ..comm.collectives import *
 from ..comm.rng import *
 from .sharding import *
-from .deal import *
 from .fetch import *
 from .source import *
 from .torch_loader import *
@@ -65,8 +64,8 @@ class DistributedDL(TfmdDL):
         bs,drop_last = batching(self.dl)
         seeded = self.seeding is not None
         ranks = Division(self.rank, self.world_size, self.slicing, self.slicing and self.world_size==1 and not seeded, seeded)
-        ways,n = own_ways(self.dl, ranks.alone),n_samples(self.dl)
-        if ways: return Whole(self.dl, StreamDeal(replace(ranks, slicing=True), n, self._of_rank(bs), drop_last), ways)
+        ways = own_ways(self.dl, ranks.alone)
+        if ways: return Whole(self.dl, StreamDeal(replace(ranks, slicing=True), n_samples(self.dl), self._of_rank(bs), drop_last), ways)
         return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, self._of_rank(bs), drop_last)
 
     def follow(self):

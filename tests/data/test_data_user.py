@@ -240,10 +240,11 @@ class SkipsLater(DataLoader):
         return o
 
 def skipping(rank):
-    for mk in (own(Broken),own(cls=SkipsLater),own(Lines, cls=SkipsLater)):
+    for mk in (own(Broken),own(cls=SkipsLater)):
         with pytest.raises(Exception, match='skipped'): trained(2, True, mk=mk)
 
 def test_skipped_samples_are_an_error(): on_ranks(skipping, join=False, timeout=100)
+def test_skipped_samples_of_a_stream_are_replaced(): same_as_alone(2, mk=own(partial(Lines, known=False), cls=SkipsLater, n=66))
 
 class OwnIter(TfmdDL):
     def __iter__(self): return ((a*2,b) for a,b in super().__iter__())

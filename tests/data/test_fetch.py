@@ -11,9 +11,9 @@ from fastai.data import load
 from fastai.data.load import SkipItemException
 from fastai.text.data import LMDataLoader,SortedDL
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import StackDataset,Subset,TensorDataset
+from torch.utils.data import Subset,TensorDataset
 from torch.utils.data._utils import collate
-from fastdist.data.fetch import on_device,rows,samples
+from fastdist.data.fetch import on_device,rows
 from fastdist.data.loader import StepDL
 from fastdist.data.sharding import slices
 import learners
@@ -151,23 +151,9 @@ def test_data_sets_of_any_kind(name):
 @pytest.mark.parametrize('name', [o for o in sets if o not in ('skips','none')])
 def test_data_sets_of_any_kind_on_two_ranks(name): same_on_two(DataLoader(sets[name], bs=2))
 
-def test_samples_are_had_at_once():
-    dl = DataLoader(ds := Many(), bs=4)
-    for r in range(2): list(StepDL(dl, r, 2))
-    list(StepDL(dl, 0, 1))
-    test_eq(ds.calls, [4,2,4,1,4,4,3])
-    test_eq(samples(Subset(ds, [5,6,7]), [0,2])[1][1], y[7])
+def test_rows_are_had_at_once():
     for name in ('tensors','named','subset','tensor','array_f4','vector_i8'): assert rows(sets[name], [0,2]) is not None, name
     for name in ('flipped','grad','typed','transposed','views','list','array_O','vector_U2','negative'): assert rows(sets[name], [0,2]) is None, name
-
-class Tripled(Own):
-    def __getitem__(self, i): return 3*i
-class Delegates(Tripled):
-    def __getattr__(self, k): return getattr(Many(), k)
-
-def test_samples_are_those_of_getitem():
-    test_eq([samples(o, [1,2]) for o in (StackDataset(Delegates()),Subset(Delegates(), [0,2,4]))], [[(3,),(6,)],[6,12]])
-    test_eq([samples([4,5], o) for o in ([None,1],[np.int64(1)],[True])], [[4,5],[5],[5]])
     assert rows(sets['tensors'], [True]) is None
 
 def test_a_batch_is_a_copy():
