@@ -88,7 +88,7 @@ Modules:
 - `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared, returned to the parent process
 - `fastdist.tools.checks`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.tools.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
-- `fastdist.tools.step_clock`: The time of each part of a step on this rank, taken at the borders of events and kept in a ring
+- `fastdist.tools.step_clock`: The time of each part of a step on this rank, taken at the borders of events
 - `fastdist.tools.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
 - `fastdist.tools.trace`: A record of what the first steps of a fit leave, which another process can be compared with
 - `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
