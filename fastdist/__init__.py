@@ -46,7 +46,6 @@ Modules:
 - `fastdist.evaluate.metrics`: The states of a metric on all ranks are merged into that of one process, in one exchange
 - `fastdist.evaluate.mixing`: The module, callback or batch transform that mixes the samples of a batch, and hooks on parameters that are not linear, found by a probe
 - `fastdist.evaluate.probe`: A function of samples is run whole and in parts, once, on copies, and its results are compared
-- `fastdist.evaluate.recorder`: fastai's records of a batch, at the cost of their arithmetic
 - `fastdist.launch.agent`: The process that runs the ranks of one machine for a parent process, on this machine or another
 - `fastdist.launch.callbacks`: Callbacks of a job, those that only rank 0 runs, and hooks around the events of a Learner
 - `fastdist.launch.detached`: Jobs that outlive the process that started them, and are found again by name

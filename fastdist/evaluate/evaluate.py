@@ -23,12 +23,12 @@ from fastai.callback.core import GatherPredsCallback
 from fastai.callback.hook import ActivationStats
 from ..base.errors import *
 from ..base.overrides import *
+from ..base.values import *
 from ..launch.callbacks import *
 from ..comm.collectives import *
 from ..data.loader import *
 from .metrics import *
 from .loss import *
-from .recorder import *
 
 # %% ../../nbs/306_evaluate.evaluate.ipynb #379130ac
 _sendable = numbers.Number,str,type(None),torch.Tensor,np.ndarray,np.generic
@@ -256,7 +256,7 @@ class Evaluate(JobCallback):
         if self.left and learn.training: self.left.note(self.reduction.loss_func, self.batch.part)
         if not ph or ph.dl is None or learn.training and not ph.train_metrics: return
         here = learn if self.batch.part else None
-        n = batch_size(learn.yb or learn.xb) if here else 0
+        n = find_bs(learn.yb or learn.xb) if here else 0
         if ph.whole is None and ph.recorder: self._plan(ph, here)
         if ph.whole: self._show_whole(ph, here)
         for m in self._metrics: self._set_silent(m, here is None or any(m is o for o in ph.whole or ()))

@@ -29,7 +29,7 @@ from fastai.basics import *
 from fastai.optimizer import (Lookahead,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,radam_step,rms_prop_step,
     sgd_step,step_stat,weight_decay,debias)
 from ..base.errors import *
-from ..evaluate.recorder import *
+from ..base.values import *
 from .passes import *
 
 _update = private('fastai.optimizer:_update')

@@ -41,12 +41,12 @@ from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
 from ..base.overrides import *
+from ..base.values import *
 from ..launch.group import *
 from ..launch.options import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from ..evaluate.mixing import *
-from ..evaluate.recorder import *
 from ..state.replicas import *
 from ..state.snapshot import *
 from .passes import *

@@ -38,9 +38,9 @@ from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
 from ..base.overrides import *
+from ..base.values import *
 from ..launch.callbacks import *
 from ..comm.collectives import *
-from ..evaluate.recorder import *
 
 # %% ../../nbs/500_parallel.passes.ipynb #eb0dff9e
 class ModelProxy:

@@ -24,9 +24,9 @@ from torch.autograd import Variable
 from fastcore.all import *
 from fastai.basics import *
 from ..base.overrides import *
+from ..base.values import *
 from ..comm.job import *
 from ..data import fetch,loader
-from ..evaluate.recorder import *
 from ..train import step as train_step
 
 # %% ../../nbs/802_tools.step_clock.ipynb #762cc7c6

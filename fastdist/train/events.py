@@ -32,7 +32,7 @@ from ..launch.callbacks import *
 from ..comm.rng import *
 from ..data.loader import *
 from ..evaluate.probe import *
-from ..evaluate.recorder import *
+from ..evaluate.metrics import *
 from ..state.snapshot import *
 from ..parallel.passes import *
 

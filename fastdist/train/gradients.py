@@ -32,11 +32,11 @@ from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.rnn import RNNRegularizer
 from ..base.errors import *
+from ..base.values import *
 from ..launch.pickling import *
 from ..launch.callbacks import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
-from ..evaluate.recorder import *
 from ..evaluate.mixing import *
 from ..parallel.passes import *
 from .events import *

@@ -19,11 +19,11 @@ from fastai.basics import *
 from fastai.losses import BaseLoss
 from fastai.data.load import DataLoader
 from ..base.errors import *
+from ..base.values import *
 from ..launch.pickling import *
 from ..launch.callbacks import *
 from ..data.fetch import *
 from ..data.loader import *
-from ..evaluate.recorder import *
 from ..parallel.passes import *
 from ..parallel.foreach import *
 from ..parallel.context import *
