@@ -26,7 +26,8 @@ train.scale fastai.callback.training:GradientAccumulation before_fit after_loss 
 parallel.context fastai.callback.fp16:MixedPrecision __init__ before_fit before_batch after_pred after_loss before_backward before_step after_step after_fit
 parallel.passes torch.autograd: backward
 shard.optimizer torch.amp.grad_scaler:GradScaler _unscale_grads_ unscale_ step _maybe_opt_step
-evaluate.metrics fastai.learner:Recorder after_batch
+train.events fastai.learner:Recorder after_batch
+train.events fastai.learner:AvgSmoothLoss accumulate
 evaluate.evaluate fastai.callback.core:GatherPredsCallback before_validate after_batch after_validate
 evaluate.evaluate fastai.learner:Learner get_preds
 data.fetch fastai.data.load:DataLoader __iter__ create_batches create_item create_batch do_item do_batch chunkify retain
