@@ -689,7 +689,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastdist.data.loader._cut': ('data.loader.html#_cut', 'fastdist/data/loader.py'),
                                       'fastdist.data.loader._of_all': ('data.loader.html#_of_all', 'fastdist/data/loader.py'),
                                       'fastdist.data.loader._of_dl': ('data.loader.html#_of_dl', 'fastdist/data/loader.py'),
-                                      'fastdist.data.loader._set_bs': ('data.loader.html#_set_bs', 'fastdist/data/loader.py'),
                                       'fastdist.data.loader.as_drawn': ('data.loader.html#as_drawn', 'fastdist/data/loader.py'),
                                       'fastdist.data.loader.has_workers': ('data.loader.html#has_workers', 'fastdist/data/loader.py'),
                                       'fastdist.data.loader.order_state': ('data.loader.html#order_state', 'fastdist/data/loader.py'),

@@ -207,14 +207,10 @@ def _of_dl(k, *default):
     "Return a property that is attribute `k` of the user's loader"
     return property(lambda self: getattr(self.dl, k, *default), lambda self, v: setattr(self.dl, k, v), lambda self: delattr(self.dl, k))
 
-def _set_bs(self, v):
-    bs = batching(self.dl)[0]
-    self.dl.bs = v*(bs//self.bs) if v and bs else v # a batch of the user's loader may be one of all ranks
-
 _shown = {k for k in dir(TfmdDL) if not k.startswith('__')} # `copy` keeps notes of its own on a class, under such names
 for _k in _shown-{*dir(GetAttr), *vars(DistributedDL), 'device', 'to'}: setattr(DistributedDL, _k, _of_dl(_k))
 for _k in ('after_item','before_batch','after_batch'): setattr(DistributedDL, _k, _of_dl(_k, noop))
-DistributedDL.bs = property(lambda self: self._of_rank(batching(self.dl)[0]), _set_bs)
+DistributedDL.bs = property(lambda self: batching(self.dl)[0], lambda self, v: setattr(self.dl, 'bs', v))
 DistributedDL.n = property(lambda self: self.deal.n, lambda self, v: setattr(self.dl, 'n', v))
 DistributedDL.drop_last = property(lambda self: batching(self.dl)[1], lambda self, v: setattr(self.dl, 'drop_last', v))
 

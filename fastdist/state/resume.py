@@ -238,7 +238,7 @@ class Fit:
     def batch(self):
         "Samples of a batch of all ranks, the same on any number of ranks that can go on"
         share = self.loaders.share(self.learn.dls.train, StepDL)
-        return (share.bs or 1)*self.size if share else None
+        return share.deal.g if share else None
 
 # %% ../../nbs/411_state.resume.ipynb #0f0b59ce
 _skipped = WeakSet() # Learners for which a finished fit was skipped in this process

@@ -200,5 +200,5 @@ class Phases:
             f'torch or fastai, got {type(share).__name__}, whose batches ranks cannot share out. HINT: derive it from one of them; an __iter__ of its own is used')
         if isinstance(share, (list,tuple)) or self.size==1 or share.n is None or len(share): return
         hint = 'a smaller batch size, drop_last=False, or fewer ranks' if share.n else 'a data set that is not empty'
-        raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.bs}{" and drop_last" if share.drop_last else ""}, '
+        raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.deal.bs}{" and drop_last" if share.drop_last else ""}, '
             f'so nothing would be trained. HINT: {hint}')

@@ -117,7 +117,8 @@ def _enter(job, layout, plan, sync_bn):
 def _startup(w, share):
     nodes = f'{w.num_nodes} node{"s" if w.num_nodes>1 else ""}'
     where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {backend_of(w.device)}, from {w.source}'
-    batches = f'batches of {share.bs} a rank, {share.bs*w.size} in all' if share.bs else f'{w.size} batches a step'
+    deal = share.deal
+    batches = f'batches of {deal.bs} a rank, {deal.g} in all' if deal.bs else f'{w.size} batches a step'
     steps = f', {len(share)} steps an epoch' if share.n is not None else ''
     return '\n'.join(filter(None, (f'{where}; {batches}{steps}', _unused(w.device), untried())))
 

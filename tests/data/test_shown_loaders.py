@@ -135,7 +135,7 @@ def test_a_pass_by_hand():
     test_eq(on_ranks(lambda rank: f(rank, Alone), join=False, timeout=60), [(8,0),(None,0)])
 
 def test_a_batch_that_is_split():
-    "`bs` is the part of this rank; it can be set as it is read"
+    "`bs` is that of the script, of which a rank has a part; it can be set as it is read"
     class Twice(Callback):
         def before_fit(self): self.seen = [self.dls.bs]
         def before_epoch(self): self.dls.train.bs *= 2
@@ -143,4 +143,4 @@ def test_a_batch_that_is_split():
     def f(rank):
         learn,mine = fitted(6, True, Twice, n_epoch=1, split_batches=True)
         return learn.twice.seen[:2],mine[0].bs
-    test_eq(on_ranks(f, join=False), [([3,6],12)]*2)
+    test_eq(on_ranks(f, join=False), [([6,6],12)]*2)

@@ -61,6 +61,16 @@ def test_a_model_in_shards(): check(2, shard=True)
 
 def test_a_checkpoint(tmp_path): check(2, lambda: [Checkpoint(tmp_path/'states')])
 
+class Grows(Callback):
+    def before_epoch(self): self.dls.train.bs = 12*(self.epoch+1)
+
+def test_a_batch_size_that_a_callback_sets():
+    def run(**kw):
+        learn = learner()
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(2, cbs=Grows())
+        return flatten([learn.recorder.losses, [*learn.model.parameters()]])
+    test_close(run(nprocs=2), run(), 1e-5)
+
 @pytest.mark.parametrize('n', [2,3])
 def test_draws_under_a_seed(n):
     def run(**kw):
