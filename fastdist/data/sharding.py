@@ -216,6 +216,7 @@ class Division:
 # %% ../../nbs/200_data.sharding.ipynb #5d2debb1
 class Deal:
     "Samples of each rank in an order of `n`, and weights of this rank's batches"
+    counted = True # whether `n` is a number of samples, so that it says which batch is ragged
     def __init__(self,
         ranks:Division, # Ranks that share the order
         n:int, # Samples in it; `None` if unknown
@@ -226,7 +227,7 @@ class Deal:
         self.each = bs or 1
         self.g = self.each*ranks.size
         self.weights,self.totals = {},{}
-        if ranks.slicing and n and n%self.g: self.weigh(n//self.g, n%self.g)
+        if self.counted and ranks.slicing and n and n%self.g: self.weigh(n//self.g, n%self.g)
 
     @property
     def settings(self): return type(self),self.ranks,self.n,self.bs,self.drop_last
@@ -318,9 +319,10 @@ class StreamDeal(Deal):
 # %% ../../nbs/200_data.sharding.ipynb #25086a18
 class BatchDeal(Deal):
     "`Deal` of whole batches of sizes `lens`; `n` is their number"
+    counted = False
     def __init__(self, ranks, n, bs=None, drop_last=False):
         super().__init__(ranks, n)
-        self.weights,self.totals,self.lens = {},{},[]
+        self.lens = []
 
     def of(self, batches):
         "Return the deal of the lists `batches`"
@@ -362,9 +364,10 @@ class BatchDeal(Deal):
 # %% ../../nbs/200_data.sharding.ipynb #ec9ff052
 class GivenDeal(Deal):
     "`Deal` that the user's sampler makes: this rank has `n_own` batches, and knows nothing of others"
+    counted = False
     def __init__(self, ranks, n, bs=None, drop_last=False, n_own=0):
         super().__init__(ranks, n, bs, drop_last)
-        self.weights,self.totals,self.n_own = {},{},n_own
+        self.n_own = n_own
     def n_batches(self): return self.n_own
     def rows(self, k): return None
     def padding(self, k): return 1,0

@@ -129,10 +129,11 @@ class WrapperCallback(OverridingCallback):
         if self._fitting: self.wrap()
 
 # %% ../../nbs/500_parallel.passes.ipynb #74ece329
-@patch
-def reset(self:(DataParallel,DistributedDataParallel)):
+def _reset(self):
     "Call the wrapped module's `reset`, where it has one"
     if hasattr(self.module, 'reset'): self.module.reset()
+
+DataParallel.reset = DistributedDataParallel.reset = _reset
 
 # %% ../../nbs/500_parallel.passes.ipynb #3316dace
 class ParallelTrainer(WrapperCallback):

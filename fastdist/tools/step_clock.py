@@ -166,30 +166,33 @@ _begins = dict(before_batch=_forward, after_pred=_forward, after_loss=_backward,
     after_cancel_batch=_callbacks) # event -> the part that begins after its callbacks
 _always = 'before_validate','after_validate' # also within a validation
 
-class FirstBorder(Callback):
-    "Tells `clock` that callbacks begin at an event"
-    order,__setattr__ = -1e9,object.__setattr__ # fastai's looks for each name in the Learner and its model
-    def __init__(self,
-        clock:Clock # That of the rank
-    ):
-        self.own_clock = clock # by no name of a parameter, or trackers would log the clock
-        self.acts = dict.fromkeys((*_begins,'after_batch'), partial(clock.mark, _callbacks))
-        self.acts |= dict(after_backward=clock.backward_done, after_train=clock.end_rows, before_validate=clock.begin_validation)
+class _Border(Callback):
+    "Calls what `acts` has for an event, or nothing"
+    __setattr__ = object.__setattr__ # fastai's looks for each name in the Learner and its model
+    def __init__(self, clock, acts): self.own_clock,self.acts = clock,acts # by no name of a parameter, or trackers would log the clock
 
     def __call__(self, event_name):
         "Do what belongs to the event"
         act = self.acts.get(event_name)
         if act and (not self.own_clock.depth or event_name in _always): act()
 
-class LastBorder(FirstBorder):
+class FirstBorder(_Border):
+    "Tells `clock` that callbacks begin at an event"
+    order = -1e9
+    def __init__(self,
+        clock:Clock # That of the rank
+    ):
+        own = dict(after_backward=clock.backward_done, after_train=clock.end_rows, before_validate=clock.begin_validation)
+        super().__init__(clock, dict.fromkeys((*_begins,'after_batch'), partial(clock.mark, _callbacks)) | own)
+
+class LastBorder(_Border):
     "Tells `clock` that callbacks end at an event, and when a rank waits for the gradients of others"
     order = 1e9
     def __init__(self,
         clock:Clock # That of the rank
     ):
-        self.own_clock,self.acts = clock,{k:partial(clock.mark, i) for k,i in _begins.items()}
-        self.acts |= dict(before_backward=self._before_backward, after_batch=clock.end_row, before_train=clock.begin_row,
-            after_validate=clock.end_validation)
+        own = dict(before_backward=self._before_backward, after_batch=clock.end_row, before_train=clock.begin_row, after_validate=clock.end_validation)
+        super().__init__(clock, {k:partial(clock.mark, i) for k,i in _begins.items()} | own)
 
     def _before_backward(self):
         l = getattr(self.learn, 'loss_grad', None)
