@@ -18,7 +18,8 @@ __all__ = ['reachable', 'Content', 'Changes']
 # %% ../../nbs/417_state.changes.ipynb #2ade8cf1
 import gc,pickle,torch,numpy as np
 from collections import OrderedDict,deque
-from io import BytesIO
+from contextlib import suppress
+from io import BytesIO,IOBase
 from pathlib import PurePath
 from warnings import warn
 from types import CellType,CodeType,FrameType,FunctionType,GeneratorType,ModuleType
@@ -71,8 +72,9 @@ def _in_cell(o):
     try: return [o.cell_contents]
     except ValueError: return []
 
-_items = {dict:lambda o: [*dict.keys(o), *dict.values(o)], list:lambda o: [*list.__iter__(o)], set:lambda o: [*set.__iter__(o)],
-    deque:lambda o: [*deque.__iter__(o)], CellType:_in_cell}
+_items = {OrderedDict:lambda o: [*OrderedDict.keys(o), *OrderedDict.values(o)], dict:lambda o: [*dict.keys(o), *dict.values(o)],
+    list:lambda o: [*list.__iter__(o)], set:lambda o: [*set.__iter__(o)], deque:lambda o: [*deque.__iter__(o)],
+    CellType:_in_cell, np.ndarray:lambda o: [*o.flat] if o.dtype==object else []}
 
 # %% ../../nbs/417_state.changes.ipynb #be7acada
 def _same(a, b):
@@ -98,17 +100,23 @@ def _write_deque(o, items):
 # %% ../../nbs/417_state.changes.ipynb #e0b14b3a
 def _write_list(o, items): list.__setitem__(o, slice(None), items)
 def _write_cell(o, items): o.cell_contents, = items
+def _write_array(o, items):
+    for i,v in enumerate(items): o.flat[i] = v
 
-_write_items = {dict:_write_dict, list:_write_list, set:_write_set, deque:_write_deque, CellType:_write_cell}
+_write_items = {dict:_write_dict, list:_write_list, set:_write_set, deque:_write_deque, CellType:_write_cell, np.ndarray:_write_array}
 
 # %% ../../nbs/417_state.changes.ipynb #30c3e5b6
 def _numbers(o):
-    "Return the numbers of a tensor or an array, `None` for anything else"
-    if _is_of(o, torch.Tensor): return o.detach()
-    if _is_of(o, np.ndarray) and o.dtype.kind in 'biufc': return torch.from_numpy(np.ascontiguousarray(o))
+    "Return the numbers of a tensor, the bytes of an array, `None` for anything else"
+    if _is_of(o, torch.Tensor): return None if o.is_meta else o.detach()
+    if _is_of(o, np.ndarray) and not o.dtype.hasobject: return torch.from_numpy(np.require(o, requirements='CW').reshape(-1).view(np.uint8))
+
+def _print(v):
+    "Return a fingerprint of the tensor `v`; one that equals no other where it has none, as a sparse tensor"
+    return fingerprint(v).item() if v.layout==torch.strided and not v.is_quantized else float('nan')
 
 def _write_numbers(o, v):
-    if _is_of(o, np.ndarray): o[...] = v.numpy()
+    if _is_of(o, np.ndarray): o[...] = v.numpy().view(o.dtype).reshape(o.shape)
     elif (o.shape,o.dtype)==(v.shape,v.dtype): o.data.copy_(v)
     else: o.data = v.to(o.device)
 
@@ -141,7 +149,7 @@ class Content:
         self.state = generator[0](o) if generator else None
         self.grad = _is_of(o, torch.Tensor) and o.requires_grad
         self.print = None
-        if self.numbers is not None: self.print = fingerprint(self.numbers).item(),self.numbers.shape,self.numbers.dtype,self.grad
+        if self.numbers is not None: self.print = _print(self.numbers),self.numbers.shape,self.numbers.dtype,self.grad
 
     def __eq__(self, b):
         "Return whether both have the same objects, and equal values"
@@ -188,6 +196,12 @@ class Changes:
         objs:list # From `reachable`, before the copy is made
     ): self.objs,self.before = objs,None
 
+    def flush(self):
+        "Write what open files have in memory, since a copy of this process has it too"
+        for o in self.objs:
+            if _is_of(o, IOBase):
+                with suppress(OSError,ValueError): o.flush() # one that is closed, or only read
+
     def begin(self):
         "Look what is there, in the copy"
         self.before = [Content(o).without_numbers() for o in self.objs]
@@ -196,6 +210,7 @@ class Changes:
         res=None # A result
     )->tuple: # Bytes, and a list of tensors
         "Return `res` and what the copy has changed since `begin`, for `load`"
+        self.flush()
         now = map(Content, self.objs)
         changed = {i:new for i,(was,new) in enumerate(zip(self.before, now)) if new!=was}
         try: return self._pickled(res, changed)

@@ -52,6 +52,7 @@ def _keys(device):
 def _words(t):
     "Return the bits of `t` as integers, two of them for 64 bits: in a sum of 64-bit words, two flips of the top bit cancel"
     flat = t.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride()!=(1,): flat = flat.clone() # of one that is expanded
     return flat.view({1:torch.int8, 2:torch.int16}.get(flat.itemsize, torch.int32))
 
 # %% ../../nbs/402_state.replicas.ipynb #3b0207b6
@@ -95,13 +96,13 @@ def learner_state(
 
 # %% ../../nbs/402_state.replicas.ipynb #a9a5cdd4
 def fingerprints(
-    state:dict # Name -> tensor or plain value; what is neither, sparse tensors and tensors in shards are left out
+    state:dict # Name -> tensor or plain value; what is neither, sparse and meta tensors and tensors in shards are left out
 )->dict: # Name -> `(dtype, shape, fingerprint)` of a tensor, or the value as text
     "Return a fingerprint of each of `state`, for ranks to compare"
     res,by_device = {},{}
     for n,v in state.items():
         if isinstance(v, (Number,str,type(None))): res[n] = repr(v)
-        if not isinstance(v, Tensor) or v.layout!=torch.strided or hasattr(v, '_local_tensor'): continue # a rank's own rows
+        if not isinstance(v, Tensor) or v.layout!=torch.strided or v.is_meta or hasattr(v, '_local_tensor'): continue # a rank's own rows
         res[n] = str(v.dtype),tuple(v.shape)
         by_device.setdefault(v.device, []).append(n)
     for names in by_device.values():

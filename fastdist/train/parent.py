@@ -113,6 +113,7 @@ class ParentContext:
         if torch.cuda.is_initialized(): raise OptionError('nprocs', self.n, 'this process has used a GPU, and a copy of it cannot use one. '
             'HINT: call the Learner first; or start the script by torchrun')
         changes = Changes(reachable(self.learn, args, kwargs, vars(sys.modules['__main__'])))
+        changes.flush()
         with TemporaryDirectory(prefix='fastdist') as d:
             call = partial(self._on_rank, changes, Path(d), name, args, kwargs)
             try: received,*found = start_ranks(call, self.n, 'fork', returns=True)

@@ -1,7 +1,9 @@
 "The script runs once: with `nprocs=` calls of a Learner run on forked ranks, and all is as without it"
-import os,signal,threading,time,pytest
+import collections,os,signal,threading,time,pytest
+import pandas as pd
 from fastai.basics import *
 from fastai.callback.all import *
+from fastai.vision.core import TensorImage
 from fastdist import *
 from fastdist.train.parent import parent_context
 from fastcore.test import test_close,test_eq,test_is
@@ -60,6 +62,44 @@ def test_all_is_as_without_it(size): check(size)
 def test_a_model_in_shards(): check(2, shard=True)
 
 def test_a_checkpoint(tmp_path): check(2, lambda: [Checkpoint(tmp_path/'states')])
+
+class Slots:
+    __slots__ = 'k',
+    def __init__(self): self.k = 1
+
+class WritesAll(Callback):
+    "Changes objects of many kinds, in place"
+    def __init__(self, path):
+        self.file,self.slots,self.odict,self.queue = open(path, 'w'),Slots(),OrderedDict(a=1, b=2),collections.deque([1], 3)
+        self.arrays = [np.array(['x',None], dtype=object), np.zeros(2, dtype=[('a','i4')]), np.zeros(3, bool), np.zeros((2,0)), np.array('2020', dtype='M8[Y]')]
+        self.tensors = [TensorImage(torch.ones(3,2,2)), nn.Parameter(torch.ones(2)), *(torch.zeros(3, dtype=o) for o in (torch.bfloat16,torch.complex64))]
+        self.still = [torch.ones(1, dtype=torch.float64).expand(4), np.broadcast_to(np.array(1.), 5), torch.eye(2).to_sparse(), torch.empty(2, device='meta')]
+        self.frame = pd.DataFrame(dict(a=[1,2]))
+    def after_fit(self):
+        if rank_distrib(): return
+        self.file.write('after the fit')
+        self.slots.k,self.arrays[0][1],self.arrays[2][1] = 2,'z',True
+        self.odict.move_to_end('a')
+        self.queue.append(2)
+        self.arrays[1]['a'] += 1
+        self.arrays[4][...] = '2021'
+        self.frame.loc[0,'a'] = 9
+        with torch.no_grad():
+            for o in self.tensors: o.add_(1)
+    def seen(self):
+        "Return what has changed, as texts"
+        self.file.close()
+        return [self.slots.k, list(self.odict), self.queue, *self.arrays, *self.tensors, self.frame.a.tolist(), Path(self.file.name).read_text()]
+
+def test_objects_of_many_kinds(tmp_path):
+    def run(name, **kw):
+        learn,cb = learner(),WritesAll(tmp_path/name)
+        ids = [id(o) for o in (cb.odict,*cb.arrays,*cb.tensors,cb.frame)]
+        cb.file.write('before, ')
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(1, cbs=cb)
+        test_eq([id(o) for o in (cb.odict,*cb.arrays,*cb.tensors,cb.frame)], ids)
+        return list(map(str, cb.seen()))
+    test_eq(run('two', nprocs=2), run('one'))
 
 class Grows(Callback):
     def before_epoch(self): self.dls.train.bs = 12*(self.epoch+1)
