@@ -188,7 +188,7 @@ class JobContext:
         "Undo what was done, in reverse order"
         control = self.control
         with control.interrupt.masked() if control else nullcontext(): self.opened.close()
-        if self.own_control: control.leave()
+        if control and self.own_control: control.leave()
 
     @property
     def stopped(self):

@@ -280,7 +280,7 @@ def divide_grads(
     if isinstance(d, Tensor): d = torch.where((d==0)|((d-1).abs()<1e-6), 1., d).float()
     elif d==0 or abs(d-1)<1e-6: return
     grads = [local(p.grad) for p in params if p.grad is not None]
-    torch._foreach_div_(grads, d)
+    if grads: torch._foreach_div_(grads, d)
 
 # %% ../../nbs/500_parallel.passes.ipynb #71fa5fd0
 def _sizes(opt): return [len(ps) for ps in opt.param_lists] if opt else []
