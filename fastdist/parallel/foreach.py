@@ -150,7 +150,7 @@ def _alone(p, s):
 
 def _parts(params, bytes_):
     "Return parts of `params`, which step together, of at most `bytes_` where they are several"
-    parts,size = [],bytes_
+    parts,size = [],math.inf
     for p in params:
         size += p.nbytes
         if size>bytes_:

@@ -168,8 +168,8 @@ def test_parts():
     "Of many tensors, and of one that is larger than a part"
     def made(overridden):
         set_seed(1)
-        ps = [nn.Parameter(torch.randn(n)) for n in [300_000,1,7,600_000,5,200_000,0]+[1000]*9]
-        opt = Adam([ps[:9],ps[9:]], lr=.1)
+        ps = [nn.Parameter(torch.randn(n)) for n in [0,300_000,1,7,600_000,5,200_000,0]+[1000]*9]
+        opt = Adam([ps[:10],ps[10:]], lr=.1)
         if overridden: override_lists(opt)
         for i in range(2):
             for p in ps: p.grad = p.detach()**2
