@@ -1,0 +1,193 @@
+"The script runs once: with `nprocs=` calls of a Learner run on forked ranks, and all is as without it"
+import collections,os,signal,sys,threading,time,pytest
+from types import ModuleType
+import pandas as pd
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai.vision.core import TensorImage
+from fastdist import *
+from fastdist.train.parent import parent_context
+from fastcore.test import test_close,test_eq,test_is
+from learners import digits
+from procs import await_that
+
+pytestmark = pytest.mark.timeout(120)
+losses,fits = [],0
+
+@pytest.fixture(autouse=True)
+def script(monkeypatch):
+    "The script is this file: that of a worker of pytest leads to all tests, which would be looked through in each call"
+    monkeypatch.setitem(sys.modules, '__main__', ModuleType('__main__'))
+
+class Notes(Callback):
+    "Writes to a list and a number of the script, to its class and to itself"
+    calls = 0
+    def after_batch(self):
+        if self.training: losses.append(self.loss.item())
+    def after_fit(self):
+        global fits
+        Notes.calls,self.pid = Notes.calls+1,os.getpid()
+        fits += 1
+
+def learner(**kw):
+    set_seed(7)
+    learn = digits(n=190, bs=24, opt_func=partial(SGD, mom=.9), **kw)
+    learn.metrics = [accuracy,Perplexity()]
+    return learn
+
+def train(learn, cbs=()):
+    "Return all that a script sees of two fits, a search for a learning rate, an evaluation and predictions"
+    global fits
+    losses.clear()
+    fits = Notes.calls = 0
+    notes,weight = Notes(),first(learn.model.parameters())
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_one_cycle(1, cbs=[notes,*cbs])
+        lr = learn.lr_find(show_plot=False).valley
+        learn.fit(1, lr, cbs=notes)
+        seen = [learn.validate(), learn.get_preds()[0], learn.recorder.values, learn.recorder.lrs, torch.rand(2), np.random.rand(), random.random(), losses]
+    assert first(learn.model.parameters()) is weight and learn.opt.param_lists[0][0] is weight
+    return [fits, Notes.calls, len(learn.cbs)],flatten([seen, [*learn.model.parameters()], [*learn.opt.state.values()]]),notes.pid
+
+def flatten(o):
+    if isinstance(o, dict): o = list(o.values())
+    if is_listy(o): return [x for v in o for x in flatten(v)]
+    return to_np(o).ravel().tolist() if isinstance(o, Tensor) else [float(o)]
+
+def check(n, cbs=lambda: (), **kw):
+    one,learn = train(learner()),learner()
+    with learn.distrib_ctx(nprocs=n, **kw): two = train(learn, cbs())
+    test_eq(two[0], one[0])
+    test_close(two[1], one[1], 2e-5)
+    test_eq((one[2]==os.getpid(),two[2]==os.getpid()), (True,False))
+    test_is(parent_context(learn), None)
+
+@pytest.mark.parametrize('size', [2,3])
+def test_all_is_as_without_it(size): check(size)
+
+def test_a_model_in_shards(): check(2, shard=True)
+
+def test_a_checkpoint(tmp_path): check(2, lambda: [Checkpoint(tmp_path/'states')])
+
+class Slots:
+    __slots__ = 'k',
+    def __init__(self): self.k = 1
+
+class WritesAll(Callback):
+    "Changes objects of many kinds, in place"
+    def __init__(self, path):
+        self.file,self.slots,self.odict,self.queue = open(path, 'w'),Slots(),OrderedDict(a=1, b=2),collections.deque([1], 3)
+        self.arrays = [np.array(['x',None], dtype=object), np.zeros(2, dtype=[('a','i4')]), np.zeros(3, bool), np.zeros((2,0)), np.array('2020', dtype='M8[Y]')]
+        self.tensors = [TensorImage(torch.ones(3,2,2)), nn.Parameter(torch.ones(2)), *(torch.zeros(3, dtype=o) for o in (torch.bfloat16,torch.complex64))]
+        self.still = [torch.ones(1, dtype=torch.float64).expand(4), np.broadcast_to(np.array(1.), 5), torch.eye(2).to_sparse(), torch.empty(2, device='meta')]
+        self.frame = pd.DataFrame(dict(a=[1,2]))
+    def after_fit(self):
+        if rank_distrib(): return
+        self.file.write('after the fit')
+        self.slots.k,self.arrays[0][1],self.arrays[2][1] = 2,'z',True
+        self.odict.move_to_end('a')
+        self.queue.append(2)
+        self.arrays[1]['a'] += 1
+        self.arrays[4][...] = '2021'
+        self.frame.loc[0,'a'] = 9
+        with torch.no_grad():
+            for o in self.tensors: o.add_(1)
+    def seen(self):
+        "Return what has changed, as texts"
+        self.file.close()
+        return [self.slots.k, list(self.odict), self.queue, *self.arrays, *self.tensors, self.frame.a.tolist(), Path(self.file.name).read_text()]
+
+def test_objects_of_many_kinds(tmp_path):
+    def run(name, **kw):
+        learn,cb = learner(),WritesAll(tmp_path/name)
+        ids = [id(o) for o in (cb.odict,*cb.arrays,*cb.tensors,cb.frame)]
+        cb.file.write('before, ')
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(1, cbs=cb)
+        test_eq([id(o) for o in (cb.odict,*cb.arrays,*cb.tensors,cb.frame)], ids)
+        return list(map(str, cb.seen()))
+    test_eq(run('two', nprocs=2), run('one'))
+
+class Grows(Callback):
+    def before_epoch(self): self.dls.train.bs = 12*(self.epoch+1)
+
+def test_a_batch_size_that_a_callback_sets():
+    def run(**kw):
+        learn = learner()
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(2, cbs=Grows())
+        return flatten([learn.recorder.losses, [*learn.model.parameters()]])
+    test_close(run(nprocs=2), run(), 1e-5)
+
+@pytest.mark.parametrize('n', [2,3])
+def test_draws_under_a_seed(n):
+    def run(**kw):
+        learn = learner()
+        learn.model.insert(1, nn.Dropout(.3))
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **kw): learn.fit(2)
+        return flatten([*learn.model.parameters()])
+    test_close(run(nprocs=n), run(), 1e-5)
+
+class Fails(Callback):
+    def __init__(self, how): self.how = how
+    def after_pred(self):
+        if self.training and self.train_iter==3 and rank_distrib()==1: self.how()
+
+def _raise(): raise ValueError('a bad sample')
+def _die(): os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.parametrize('how,said', [(_raise,'a bad sample'), (_die,'killed by SIGKILL')])
+def test_after_an_error_the_learner_has_the_last_step(how, said):
+    learn,one = learner(),learner()
+    for o in (learn,one): o.create_opt()
+    with one.no_bar(), one.no_logging(): one.fit(1, cbs=Stops(3))
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        with pytest.raises(RankError, match=said): learn.fit(2, cbs=Fails(how))
+        test_close(flatten([*learn.model.parameters()]), flatten([*one.model.parameters()]), 1e-6)
+        learn.fit(1)
+    test_eq((len(learn.recorder.values),len(learn.cbs)), (1,len(one.cbs)))
+
+class Stops(Callback):
+    def __init__(self, n): self.n = n
+    def after_batch(self):
+        if self.training and self.train_iter==self.n: raise CancelFitException
+
+class Slow(Callback):
+    def __init__(self, path): self.path = path
+    def after_batch(self):
+        if self.training and self.train_iter==2 and not rank_distrib(): self.path.touch()
+        if self.training: time.sleep(.05)
+
+def test_ctrl_c_keeps_what_was_trained(tmp_path):
+    learn,path = learner(),tmp_path/'began'
+    before = flatten([*learn.model.parameters()])
+    def press():
+        await_that(path.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+    t = threading.Thread(target=press)
+    t.start()
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        with pytest.raises(KeyboardInterrupt): learn.fit(100, cbs=Slow(path))
+        assert 2<=len(learn.recorder.losses)==learn.train_iter<300 and flatten([*learn.model.parameters()])!=before
+        learn.validate()
+    t.join()
+
+def test_how_many_ranks(monkeypatch):
+    learn = learner()
+    for o in (0,-1,1.5,'two'):
+        with pytest.raises(OptionError, match="integer of at least 1, or 'auto'"): learn.to_distributed(nprocs=o)
+    with pytest.raises(OptionError, match='keep_sharded'): learn.to_distributed(nprocs=2, shard=True, keep_sharded=True)
+    monkeypatch.setenv('FASTDIST_NPROCS', '3')
+    with learn.distrib_ctx(): test_eq(parent_context(learn).n, 3)
+    with learn.distrib_ctx(nprocs=2), learn.distrib_ctx(): test_eq(parent_context(learn).n, 2)
+    monkeypatch.setenv('FASTDIST_NPROCS', '1')
+    with learn.distrib_ctx(): test_is(parent_context(learn), None)
+
+def launched(rank):
+    learn = learner()
+    with pytest.raises(OptionError, match='2 ranks'): learn.to_distributed(nprocs=3)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): learn.fit(1)
+    return flatten([*learn.model.parameters()])
+
+def test_under_a_launcher_the_batch_is_the_scripts():
+    one = learner()
+    with one.no_bar(), one.no_logging(): one.fit(1)
+    for o in on_ranks(launched, 2, join=False): test_close(o, flatten([*one.model.parameters()]), 1e-6)
