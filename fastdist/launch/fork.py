@@ -20,11 +20,11 @@ A second trap is the garbage that the child inherits, which [`base.at_fork`](003
 
 # %% auto #0
 __all__ = ['ddp_imports', 'gomp_paths', 'release_threads', 'preload', 'forks_ranks', 'short_sockets', 'forked_workers',
-           'cpu_random', 'set_cpu_random', 'write_call', 'rank_env', 'show_in_parent', 'end_with_agent', 'Failure',
-           'be_rank', 'LocalRank', 'end_ranks', 'how_ended', 'in_shell', 'on_ranks']
+           'cpu_random', 'set_cpu_random', 'write_call', 'rank_env', 'show_in_parent', 'own_offsets', 'end_with_agent',
+           'Failure', 'be_rank', 'LocalRank', 'end_ranks', 'how_ended', 'in_shell', 'on_ranks']
 
 # %% ../../nbs/009_launch.fork.ipynb #fe38b5ef
-import builtins,json,os,random,re,signal,sys,tempfile,time,torch,numpy as np
+import builtins,json,os,random,re,signal,stat,sys,tempfile,time,torch,numpy as np
 from base64 import b64encode
 from ctypes import CDLL
 from importlib import import_module
@@ -173,6 +173,19 @@ def show_in_parent(
         display.display = display_functions.display = builtins.display = _displays(publish)
         _use_notebook_bars()
 
+# %% ../../nbs/009_launch.fork.ipynb #0ffse701
+def own_offsets():
+    "Let this process read files from positions of its own: a fork has those of its parent, and each would move them for all"
+    folder = Path('/proc/self/fd')
+    for fd in map(int, os.listdir(folder) if folder.exists() else ()):
+        with suppress(OSError): # of the folder's own descriptor, and of files that cannot be opened any more
+            flags = (folder.parent/'fdinfo'/str(fd)).read_text().split()[3]
+            if int(flags, 8)&os.O_ACCMODE!=os.O_RDONLY or not stat.S_ISREG(os.fstat(fd).st_mode): continue
+            new = os.open(folder/str(fd), os.O_RDONLY)
+            os.lseek(new, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(new, fd, inheritable=False)
+            os.close(new)
+
 # %% ../../nbs/009_launch.fork.ipynb #01427f3d
 def end_with_agent(
     d:Path # Folder that the parent process may have left, and that is removed then
@@ -214,6 +227,7 @@ def be_rank(
 ):
     "Call the function, and write its result or its error into `d`"
     end_with_agent(d)
+    own_offsets()
     set_start_method(start, force=True)
     os.environ.clear()
     os.environ.update(env)

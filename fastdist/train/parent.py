@@ -90,7 +90,7 @@ class ParentContext:
         n:int, # Number of ranks
         options:dict # Of the context `learn.distrib_ctx` on the ranks
     ):
-        self.learn,self.n,self.options,self.on_rank,self.here = learn,n,options,None,False
+        self.learn,self.n,self.options,self.here = learn,n,options,False
         self.methods = {k:partial(self._call, k) for k in _on_ranks} | {k:partial(self._call_here, k) for k in _here if hasattr(learn, k)}
 
     def __enter__(self):
@@ -112,8 +112,7 @@ class ParentContext:
         if self.here: return self._call_here(name, *args, **kwargs)
         if torch.cuda.is_initialized(): raise OptionError('nprocs', self.n, 'this process has used a GPU, and a copy of it cannot use one. '
             'HINT: call the Learner first; or start the script by torchrun')
-        changes = Changes(reachable(self.learn, args, kwargs, vars(sys.modules['__main__'])))
-        changes.flush()
+        changes = Changes(self.learn, args, kwargs, sys.modules['__main__'])
         with TemporaryDirectory(prefix='fastdist') as d:
             call = partial(self._on_rank, changes, Path(d), name, args, kwargs)
             try: received,*found = start_ranks(call, self.n, 'fork', returns=True)
@@ -127,7 +126,7 @@ class ParentContext:
 
     def _take_changes(self, changes, d):
         "Make here what the first rank has changed that could send it after an error"
-        found = sorted(d.glob('changes*'))
+        found = sorted(d.glob('changes*'), key=lambda o: int(o.name[len('changes'):]))
         if found: changes.load(*read(found[0]))
 
     def _on_rank(self, changes, d, name, args, kwargs, rank):
@@ -141,7 +140,7 @@ class ParentContext:
             (d/f'unfinished{rank}').replace(d/f'changes{rank}')
             raise
         self.__enter__()
-        return received,*changes.dump(res)
+        if rank==0: return received,*changes.dump(res)
 
     def _in_job(self, rank, name, args, kwargs):
         acc = RankAccelerator(self.n)

@@ -1,5 +1,5 @@
 "The script runs once: with `nprocs=` calls of a Learner run on forked ranks, and all is as without it"
-import collections,os,signal,sys,threading,time,pytest
+import collections,functools,itertools,os,signal,sys,threading,time,warnings,pytest
 from types import ModuleType
 import pandas as pd
 from fastai.basics import *
@@ -106,6 +106,76 @@ def test_objects_of_many_kinds(tmp_path):
         test_eq([id(o) for o in (cb.odict,*cb.arrays,*cb.tensors,cb.frame)], ids)
         return list(map(str, cb.seen()))
     test_eq(run('two', nprocs=2), run('one'))
+
+@functools.lru_cache(1)
+def cubed(x): return x**3
+
+class Hidden(Callback):
+    "Changes what is shared, held in C, in slots, behind a module that others use, or cannot be sent"
+    def __init__(self, layer):
+        self.layer,self.alias,self.numbers,self.raw = layer,layer.weight.data,itertools.count(),bytearray(b'ab')
+        self.frame,self.inner,self.slots,self.fixed = pd.DataFrame(dict(a=[0])),np.empty(1, dtype=object),Slots(),np.broadcast_to(np.arange(2.), (2,2))
+        self.inner[0] = []
+        self.norms,self.kept = [],None
+        layer.bias.register_hook(lambda g: self.norms.append(1))
+    def after_fit(self):
+        if rank_distrib(): return
+        with torch.no_grad():
+            self.layer.weight.data = self.layer.weight.data+1 # and `alias` keeps what was
+            self.view = self.layer.weight.detach()[0]
+        next(self.numbers)
+        self.raw += b'c'
+        self.frame['b'] = [1.]
+        self.inner[0].append(5)
+        del self.slots.k
+        cubed(3)
+        self.lock,self.best = threading.Lock(),3.
+        globals()['made_in_fit'] = [7]
+
+def test_what_hides(tmp_path):
+    cubed(2)
+    def run(**kw):
+        learn = learner()
+        cb = Hidden(learn.model[0])
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+            learn.fit(1, cbs=cb)
+            with torch.no_grad(): cb.view.zero_()
+        shared = cb.layer.weight[0].abs().sum().item()
+        made = globals().pop('made_in_fit')
+        texts = [shared, next(cb.numbers), cb.raw, cb.frame.to_numpy().tolist(), cb.inner[0], hasattr(cb.slots, 'k')]
+        texts += [cubed(3), cubed(2), cb.best, made, len(cb.norms)]
+        return list(map(str, texts)),flatten([cb.alias, cb.layer.weight])
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        (one,one_numbers),(two,two_numbers) = run(),run(nprocs=2)
+    test_eq(two, one)
+    test_close(two_numbers, one_numbers, 1e-6)
+
+class FromFile:
+    "Samples in a file that was opened before ranks were forked"
+    def __init__(self, path, n): self.f,self.n = open(path, 'rb'),n
+    def __len__(self): return self.n
+    def __getitem__(self, i):
+        self.f.seek(8*i)
+        return torch.tensor(np.frombuffer(self.f.read(8), dtype=np.float64).astype(np.float32)),0.
+
+def test_a_file_that_was_open_before(tmp_path):
+    path,n = tmp_path/'samples',4000
+    np.arange(n, dtype=np.float64).tofile(path)
+    dls = DataLoaders.from_dsets(FromFile(path, 8), FromFile(path, n), bs=50, num_workers=0, device='cpu')
+    same = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(same.weight)
+    learn = Learner(dls, same, loss_func=MSELossFlat())
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): preds = learn.get_preds()[0]
+    test_eq(preds.flatten(), torch.arange(n).float())
+
+def test_memory_that_processes_share():
+    def run(share, **kw):
+        learn = learner()
+        if share: learn.model.share_memory()
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(1)
+        return flatten([*learn.model.parameters()])
+    test_close(run(True, nprocs=2), run(False), 1e-6)
 
 class Grows(Callback):
     def before_epoch(self): self.dls.train.bs = 12*(self.epoch+1)
