@@ -130,10 +130,11 @@ def _parts(o):
 
 # %% ../../nbs/417_state.changes.ipynb #a08cf9ce
 def reachable(
-    *roots # Objects
+    *roots, # Objects
+    but=() # Objects that are not looked into
 )->tuple: # Of all objects; and of those of them that are looked into
     "Return what `roots` lead to, but for values and libraries; data sets are not looked into"
-    opaque,seen,res,looked,todo = {*map(id, _data_sets())},set(),[],[],deque(roots)
+    opaque,seen,res,looked,todo = {*map(id, (*_data_sets(),*but))},set(),[],[],deque(roots)
     in_library = cache(of_library)
     while todo:
         o = todo.popleft()
@@ -262,8 +263,8 @@ def _same(renewed, a, b):
 # %% ../../nbs/417_state.changes.ipynb #82376865
 class Changes:
     "What a copy of this process, made later, changes in what `roots` lead to"
-    def __init__(self, *roots):
-        self.objs,self.looked = reachable(*roots)
+    def __init__(self, *roots, but=()): # As for `reachable`
+        self.objs,self.looked = reachable(*roots, but=but)
         self.places = {id(o):i for i,o in enumerate(self.objs)}
         self.before = self.copied = self.names = None # in the copy: each object's `Content`; what is sent by value, each with a digest; names of the others
         self._flush() # or the copy would write it again

@@ -8,7 +8,7 @@ from fastai.vision.core import TensorImage
 from fastdist import *
 from fastdist.train.parent import parent_context
 from fastcore.test import test_close,test_eq,test_is
-from learners import digits
+from learners import digits,tabular
 from procs import await_that
 
 pytestmark = pytest.mark.timeout(120)
@@ -186,6 +186,28 @@ def test_a_batch_size_that_a_callback_sets():
         with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(2, cbs=Grows())
         return flatten([learn.recorder.losses, [*learn.model.parameters()]])
     test_close(run(nprocs=2), run(), 1e-5)
+
+class SeesStates(Callback):
+    "Counts the states in a folder before the last step"
+    def __init__(self, path): self.path = path
+    def before_backward(self): self.n = sum(o.startswith('0') for o in os.listdir(self.path))
+
+def test_a_checkpoint_saves_by_the_clock(tmp_path):
+    learn,cb = learner(),SeesStates(tmp_path/'states')
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): learn.fit(3, cbs=[Checkpoint(cb.path, minutes=1e-6),cb])
+    assert cb.n
+
+def test_what_stays_in_the_scripts_process(tmp_path):
+    learn = tabular()
+    learn.path,mine,row = tmp_path,learn.validate,learn.dls.train_ds.xs.iloc[0]
+    learn.validate = lambda *args, **kw: mine(*args, **kw)+[os.getpid()]
+    own = learn.validate
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        learn.export('export.pkl')
+        test_eq(len(learn.predict(row)), 3)
+        assert learn.validate()[-1]!=os.getpid()
+    test_is(learn.validate, own)
+    test_is(parent_context(load_learner(tmp_path/'export.pkl')), None)
 
 @pytest.mark.parametrize('n', [2,3])
 def test_draws_under_a_seed(n):
