@@ -10,7 +10,7 @@ So there is one walk, which gives each leaf a name, one map, and one comparison.
 
 # %% auto #0
 __all__ = ['absent', 'plain', 'leaves', 'attributes_of', 'map_leaves', 'copied', 'same_value', 'differences', 'differences_text',
-           'typed', 'untyped', 'listed_items']
+           'untyped']
 
 # %% ../../nbs/005_base.values.ipynb #40b00004
 import numpy as np,torch
@@ -118,22 +118,9 @@ def differences_text(
 # %% ../../nbs/005_base.values.ipynb #c6e0704f
 plain = torch._C.DisableTorchFunctionSubclass # A context manager in which operations on tensors of any type give plain ones, and take no way through Python
 
-def typed(
-    t:Tensor, # Plain
-    cls:type # `Tensor`, or a subclass
-)->Tensor: # Shares the memory of `t`
-    "Return `t` as `cls`, without the attributes that fastai's own cast copies"
-    return t if cls is Tensor else torch.as_subclass(t, cls)
-
 def untyped(
     t # Tensor of any type; what is none comes back as it is
 )->Tensor: # Shares the memory of `t`
     "Return `t` as a plain tensor"
     if not isinstance(t, Tensor) or type(t) is Tensor: return t
     with plain(): return torch.as_subclass(t, Tensor)
-
-def listed_items(
-    l # `L`, or any other list
-)->list:
-    "Return what iterates over `l` in C, where fastcore's `L` iterates in Python"
-    return l.items if type(l) is L else l

@@ -23,13 +23,13 @@ import math,torch
 import torch.nn.functional as F
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter,itemgetter
 from types import FunctionType
 from fastcore.all import *
 from fastai.basics import *
 from fastai.optimizer import (Lookahead,adam_step,average_grad,average_sqr_grad,l2_reg,momentum_step,radam_step,rms_prop_step,
     sgd_step,step_stat,weight_decay,debias)
 from ..base.errors import *
-from ..base.values import *
 from .passes import *
 
 _update = private('fastai.optimizer:_update')
@@ -38,14 +38,15 @@ _update = private('fastai.optimizer:_update')
 class _Part:
     "Tensors that take a step together: parameters `p`, their gradients `g` and their states `s`, in lists"
     def __init__(self, params, state, row):
-        rows = [row(p) for p in params]
-        self.p,self.g,self.s = [x.data for x in rows],[x.grad for x in rows],[state[p] for p in params]
+        rows = [*map(row, params)]
+        self.p,self.g = [*map(attrgetter('data'), rows)],[*map(attrgetter('grad'), rows)]
+        self.s = [*map(state.__getitem__, params)]
         if row is noop: return
         for s in self.s:
             loaded = [k for k,v in s.items() if hasattr(v, '_local_tensor')]
             for k in loaded: s[k] = local(s[k])
 
-    def __getitem__(self, k): return [s[k] for s in self.s]
+    def __getitem__(self, k): return [*map(itemgetter(k), self.s)]
 
     def averages(self, k):
         "Return state `k` of each, zeros where there is none"
@@ -53,9 +54,8 @@ class _Part:
             if s.get(k) is None: s[k] = torch.zeros_like(g)
         return self[k]
 
-    def decayed(self, ts, wd):
-        "Return those of `ts` whose parameters decay by `wd`"
-        if not wd: return []
+    def decayed(self, ts):
+        "Return those of `ts` whose parameters decay"
         return [t for t,s in zip(ts, self.s) if s.get('do_wd', True)]
 
 # %% ../../nbs/502_parallel.foreach.ipynb #33b13d3d
@@ -69,13 +69,13 @@ def _sgd_step(x, lr, **kw): torch._foreach_add_(x.p, x.g, alpha=-lr)
 def _momentum_step(x, lr, **kw): torch._foreach_add_(x.p, x['grad_avg'], alpha=-lr)
 
 def _weight_decay(x, lr, wd, **kw):
-    ps = x.decayed(x.p, wd)
+    ps = x.decayed(x.p) if wd else []
     if ps: _scale(ps, 1-lr*wd)
 
 # %% ../../nbs/502_parallel.foreach.ipynb #c9eb37bd
 def _l2_reg(x, lr, wd, **kw):
-    ps = x.decayed(x.p, wd)
-    if ps: torch._foreach_add_([g.data for g in x.decayed(x.g, wd)], ps, alpha=wd)
+    ps = x.decayed(x.p) if wd else []
+    if ps: torch._foreach_add_([g.data for g in x.decayed(x.g)], ps, alpha=wd)
 
 # %% ../../nbs/502_parallel.foreach.ipynb #4c63a7f3
 def _average_grad(x, mom, dampening=False, **kw):
@@ -121,7 +121,8 @@ def _radam_step(x, lr, mom, sqr_mom, eps, beta, **kw):
     r_inf = 2/(1-sqr_mom)-1
     r = r_inf-2*n*sqr_mom**n/(1-sqr_mom**n)
     if r<=5: return torch._foreach_add_(x.p, x['grad_avg'], alpha=-lr/d1)
-    v,roots = math.sqrt(((r-4)*(r-2)*r_inf)/((r_inf-4)*(r_inf-2)*r)),_root(x, d2, eps)
+    v = math.sqrt(((r-4)*(r-2)*r_inf)/((r_inf-4)*(r_inf-2)*r))
+    roots = _root(x, d2, eps)
     if beta: roots = [F.softplus(o, beta) for o in roots]
     torch._foreach_addcdiv_(x.p, x['grad_avg'], roots, value=-lr*v/d1)
 
@@ -201,13 +202,13 @@ class ListSteps:
 
     def _planned(self):
         "Return whether all is known, with a plan for the parameters that have gradients"
-        opt = self.opt
-        live = [[p for p in listed_items(ps) if p.grad is not None] for ps in listed_items(opt.param_lists)]
-        key = [*listed_items(opt.cbs)],[[*map(id, ps)] for ps in live]
+        opt,live = self.opt,[]
+        for ps in opt.param_lists: live.append([p for p in ps if p.grad is not None])
+        key = [*opt.cbs],[*map(len, live)],[*map(id, chain(*live))]
         if key!=self.key or opt.state is not self.state:
             self._plan(key[0], live)
             self.key,self.state,self.live = key,opt.state,live
-        return self.known and type(opt).step is _own_step and all(map(_numbers, listed_items(opt.hypers)))
+        return self.known and type(opt).step is _own_step and all(map(_numbers, opt.hypers))
 
     def step(self,
         closure=None # Not supported by fastai, which says so
@@ -216,7 +217,7 @@ class ListSteps:
         if closure is not None or not self.on or not self._planned():
             return self.other(closure) if self.other else type(self.opt).step(self.opt, closure)
         with torch.no_grad():
-            for parts,alone,h in zip(self.parts, self.alone, listed_items(self.opt.hypers)):
+            for parts,alone,h in zip(self.parts, self.alone, self.opt.hypers):
                 for ps in parts: self._part(ps, h)
                 for p in alone: self._one(p, h)
 
@@ -230,8 +231,7 @@ class ListSteps:
 
     def zero_grad(self):
         "Zero gradients where they are, as `Optimizer.zero_grad` does"
-        grads = []
-        for ps in listed_items(self.opt.param_lists): grads += [p.grad for p in listed_items(ps) if p.grad is not None]
+        grads = [p.grad for p in chain(*self.opt.param_lists) if p.grad is not None]
         if self.row is not noop: grads = [*map(local, grads)]
         for g in grads:
             if g.requires_grad: g.detach_()

@@ -56,7 +56,7 @@ def accumulate(
         if type(met) is not AvgSmoothLoss: met.accumulate(learn)
         else: met.count,met.val = met.count+1,torch.lerp(learn.loss.detach().mean().cpu(), met.val, met.beta) # as fastai's, in each step
     value = getattr(met, k)
-    if type(value) is Tensor and issubclass(cls, Tensor): setattr(met, k, typed(value, cls))
+    if type(value) is Tensor and issubclass(cls, Tensor): setattr(met, k, torch.as_subclass(value, cls))
 
 # %% ../../nbs/701_train.events.ipynb #51d5ecea
 def records_plainly(
@@ -71,7 +71,7 @@ def record_batch(
     "Update all metrics; in training record learning rate and smooth loss"
     learn = rec.learn
     if not len(learn.yb): return
-    mets = listed_items(learn.metrics)
+    mets = [*learn.metrics]
     if learn.training:
         mets = [rec.smooth_loss,*(mets if rec.train_metrics else [])]
         cancelled = vars(rec).get('cancel_train')
@@ -80,7 +80,7 @@ def record_batch(
         cancelled = vars(rec).get('cancel_valid')
     for m in [] if cancelled else mets: accumulate(m, learn)
     if not learn.training: return
-    rec.lrs.append(listed_items(learn.opt.hypers)[-1]['lr'])
+    rec.lrs.append(learn.opt.hypers[-1]['lr'])
     learn.smooth_loss = rec.smooth_loss.value
     rec.losses.append(learn.smooth_loss)
 

@@ -52,12 +52,12 @@ def _flat_loss(f, func, x, *ys):
     if f.floatify and y.dtype!=torch.float16: y = y.float()
     if y.dtype in _ints: y = y.long()
     if f.flatten and not flat: x,y = x.view(-1, x.shape[-1]) if f.is_2d else x.view(-1),y.view(-1)
-    return typed(func(x, y), TensorBase)
+    return torch.as_subclass(func(x, y), TensorBase)
 
 # %% ../../nbs/703_train.step.ipynb #97c05bcc
 def _clone(t):
     if type(t) is not TensorBase: return t.clone()
-    with plain(): return typed(Tensor.clone(t), TensorBase)
+    with plain(): return torch.as_subclass(Tensor.clone(t), TensorBase)
 
 # %% ../../nbs/703_train.step.ipynb #19b950c2
 def is_plain(
