@@ -25,7 +25,7 @@ settings.register_profile('search', settings.get_profile('same'), max_examples=5
 settings.load_profile('same')
 
 def pytest_addoption(parser):
-    parser.addoption('--whole', nargs='?', type=int, const=0, help='the whole tables of test_survive.py and test_faults.py, all that befalls jobs on other machines, and each row of each table on each number of ranks; a number for other moments')
+    parser.addoption('--whole', nargs='?', type=int, const=0, help='what `tests/README.md` lists: each combination of parameters, each number of ranks, whole tables and all engines; a number for other moments of test_survive.py')
     parser.addoption('--shard', action='store_true', help='models in shards, wherever a test does not say; without the tests that are about replicas or start processes')
 
 def pytest_configure(config):
