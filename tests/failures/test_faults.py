@@ -48,7 +48,10 @@ def check_fatal(o):
 @pytest.mark.parametrize('kind', survivable+fatal)
 def test_faults(all_cells, whole, kind):
     cells = [o for o in all_cells[0] if o['kind']==kind]
-    test_eq(len({(o['place'],o['size'],o['culprit']) for o in cells}), (4 if whole else 1)*len(places))
+    kinds = survivable if kind in survivable else fatal
+    n = 4*len(places) if whole else sum(by_default(kinds.index(kind), kind, j, p) for j,p in enumerate(places))
+    test_eq(len({(o['place'],o['size'],o['culprit']) for o in cells}), n)
+    assert n>=3
     for o in cells:
         try: (check_survivable if kind in survivable else check_fatal)(o)
         except BaseException: raise AssertionError(f'{kind} in {o["place"]} on rank {o["culprit"]} of {o["size"]}: {o}')
@@ -62,7 +65,7 @@ def test_faults_with_shards(tmp_path, request):
     "Some cells; all of them with `--whole`"
     cells,left = run_cells(tmp_path, '--shard', *(['--few'] if request.config.getoption('whole') is None else []))
     test_eq(left, [])
-    assert len(cells)>=2*len(some) and all(o['shard'] for o in cells)
+    assert len(cells)>=len(some) and all(o['shard'] for o in cells)
     for o in cells:
         try: (check_survivable if o['kind'] in survivable else check_fatal)(o)
         except BaseException: raise AssertionError(f'{o["kind"]} in {o["place"]} on rank {o["culprit"]} of {o["size"]}: {o}')
