@@ -1,7 +1,7 @@
 """Scripts that nobody wrote, as values: each is played in one process by plain fastai and on forked ranks, and compared after each step
 
 `python tests/helpers/random_scripts.py --minutes 30 --ranks 3 --shard` looks for one that differs, prints it shrunk, and ends with 1."""
-import fastdist,json,os,signal,time,warnings
+import fastdist,itertools,json,os,signal,time,warnings
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from hypothesis import HealthCheck,settings,strategies
