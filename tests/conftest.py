@@ -33,8 +33,9 @@ def pytest_configure(config):
     if not config.getoption('numprocesses', 0) or hasattr(config, 'workerinput'): # xdist's head runs no test
         for o in ('_dynamo','distributed.algorithms.ddp_comm_hooks','distributed.fsdp','distributed.tensor'): import_module(f'torch.{o}') # DDP and shards import them when they are made, for two seconds; forked ranks have them then
     for o in ('launcher: starts processes as a person does', 'slow: takes more than ten seconds', 'replicas: is about DDP, or does what a model in shards refuses',
-        'whole: runs with --whole alone'): config.addinivalue_line('markers', o)
+        'whole: runs with --whole alone', 'by_default(*ids): the rows that run without --whole, by a part of their ids'): config.addinivalue_line('markers', o)
     if config.getoption('--shard'): shard_by_default()
+    if config.getoption('--whole') is not None: os.environ['WHOLE'] = '1' # for what a test leaves out by itself
 
 def shard_by_default():
     "Give what takes `shard` another default; forked ranks have it too"
@@ -49,10 +50,14 @@ def pytest_collection_modifyitems(config, items):
     "fastai's stars bring functions named `test_...` that are no tests; whatever can hang gets a timeout; slow tests come first, so that all workers end at the same time"
     items[:] = sorted((o for o in items if o.function.__module__==o.module.__name__), key=lambda o: o.get_closest_marker('slow') is None)
     if config.getoption('--shard'): items[:] = [o for o in items if not (o.get_closest_marker('replicas') or o.get_closest_marker('launcher') or 'warm' in o.fixturenames)]
-    if config.getoption('--whole') is None: items[:] = covered([o for o in items if not o.get_closest_marker('whole')])
+    if config.getoption('--whole') is None: items[:] = covered([o for o in items if not o.get_closest_marker('whole') and runs_by_default(o)])
     for o in items:
         if 'warm' in o.fixturenames: o.add_marker('launcher')
         if not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(300))
+
+def runs_by_default(item):
+    marker = item.get_closest_marker('by_default')
+    return not marker or any(o in item.callspec.id for o in marker.args)
 
 def pytest_collection_finish():
     gc.enable()

@@ -49,7 +49,7 @@ def vision(item=(), batch=(), workers=0, model=None):
 def flat(*ls): return lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, 12), *[l() for l in ls], nn.Linear(12, 3))
 def conv(*ls): return lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), *[l() for l in ls], nn.Flatten(), nn.Linear(294, 3))
 
-@pytest.mark.parametrize('workers,n', ((0,3),(3,4)))
+@pytest.mark.parametrize('workers,n', ((3,2),*(pytest.param(*o, marks=pytest.mark.whole) for o in ((0,3),(3,4)))))
 def test_augmented_batches_on_any_number_of_ranks(workers, n):
     same_on(dict(all=vision([RandomResizedCrop(16)], aug_transforms(size=16), workers)), (n,))
 
@@ -133,7 +133,7 @@ def test_dropout_of_every_kind(cases, size): same_on(cases, (size,))
 def test_models_that_print_count_and_change_their_weights():
     norm = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2, bias=False), nn.BatchNorm2d(6), Timed(), nn.Flatten(), nn.Linear(294, 3))
     plain = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.Flatten(), nn.Linear(294, 3))
-    same_on(dict(loud=net(Loud), norm=net(norm), moving=net(plain, cbs=lambda: Moving()), once=net(flat(Once))))
+    same_on(dict(loud=net(Loud), norm=net(norm), moving=net(plain, cbs=lambda: Moving()), once=net(flat(Once))), (3,))
 
 class Hidden(Transform):
     "Has generators that lie deep: in a list of a `partial`, and around a function"
@@ -152,7 +152,7 @@ class Global(Transform):
 class GlobalNoise(Callback):
     def before_batch(self): self.learn.xb = (self.x*_python.random(),)
 
-@pytest.mark.parametrize('workers', (0,2))
+@pytest.mark.parametrize('workers', (pytest.param(0, marks=pytest.mark.whole),2))
 def test_generators_that_lie_deep_or_are_global(workers):
     def mk(n, tfm=Hidden, **kw):
         xs = TensorBase(torch.linspace(0, 1, 320).view(40, 8))
@@ -196,7 +196,7 @@ workers = dict(plain=noisy(Labels, shuffle=True, num_workers=2), stream=noisy(St
     torchs=noisy(Labels, cls=TorchLoader, shuffle=True, num_workers=2, persistent_workers=True), torch_stream=noisy(Stream, cls=TorchLoader, num_workers=1))
 
 def test_noise_of_data_sets():
-    a,b = same_on(data),same_on(workers, (2,))
+    a,b = same_on(data, (3,)),same_on(workers, (2,))
     for k in data: assert alike(a[k]['batches'], b[k]['batches']), k
 
 def language_model(n):
@@ -327,6 +327,7 @@ escaping = dict(permutation=(changed(lambda x: x[np.random.permutation(len(x))])
     order=(changed(in_random_order),'the callback Changes'), transform=(vision(batch=[in_random_order]),'a batch transform'))
 
 @pytest.mark.parametrize('mk,who', escaping.values(), ids=escaping)
+@pytest.mark.by_default('permutation', 'own', 'block', 'transform')
 def test_a_sample_that_depends_on_the_numbers_of_others_is_refused(mk, who): assert f'You set a seed, and {who} {each}' in refused(mk)
 
 by_rows = dict(mask=lambda x: x*torch.tensor(np.random.rand(*x.shape)), row=lambda x: tripled(x, [np.random.randint(len(x))]),
@@ -371,19 +372,20 @@ def gan(n):
 
 @pytest.mark.replicas # its loss calls the parts of the model, which in shards is an error that says so
 @pytest.mark.filterwarnings('ignore')
-def test_a_gan(): same_on(dict(gan=gan), fit=lambda learn: learn.fit(2, .001))
+def test_a_gan(): same_on(dict(gan=gan), (3,), fit=lambda learn: learn.fit(2, .001))
 
 def evaluated(learn):
     learn.fit(1, .01)
     return [learn.get_preds(cbs=[MCDropoutCallback()])[0],learn.get_preds(cbs=[MCDropoutCallback()])[0],learn.validate()]
 
 def test_evaluations_that_draw():
-    res = same_on(dict(net=net(flat(nn.Dropout))), fit=evaluated)['net']['result']
+    res = same_on(dict(net=net(flat(nn.Dropout))), (3,), fit=evaluated)['net']['result']
     assert not near(res[0], res[1])
-    same_on(dict(vision=vision(batch=aug_transforms(size=16))), (3,), fit=lambda learn: learn.fit(1, .01) or [learn.tta(n=2)[0] for _ in range(2)])
+    same_on(dict(vision=vision(batch=aug_transforms(size=16))), (2,), fit=lambda learn: learn.fit(1, .01) or [learn.tta(n=2)[0] for _ in range(2)])
     same_on(dict(net=net(flat(nn.Dropout))), (2,), batches=False, fit=lambda learn: learn.lr_find(num_it=8, show_plot=False) and learn.fit(1, .01))
 
-def test_shards(): same_on(dict(plain=net(flat(nn.Dropout)), encoder=sequences['encoder']), shard=True)
+def test_shards(): same_on(dict(plain=net(flat(nn.Dropout)), encoder=sequences['encoder']), (3,), shard=True)
+@pytest.mark.whole
 def test_applications_in_shards():
     "An LSTM holds weak references and its weights a second time, and fastai's `WeightDropout` a method of its own: a trial in shards leaves them alone"
     same_on(applications, sizes=(2,), batches=False, fit=lambda learn: learn.fit(1, .02), shard=True)
@@ -397,7 +399,7 @@ def test_a_comparison_under_a_seed_includes_what_is_random(tmp_path):
     res = compared(models['Dropout'], tmp_path)
     assert res.ok and not any(o.random for o in res.rows if o.name!='Recorder.start_epoch'), res
 
-def test_accumulation(): same_on(dict(plain=net(flat(nn.Dropout))), gradient_accumulation_steps=2)
+def test_accumulation(): same_on(dict(plain=net(flat(nn.Dropout))), (3,), gradient_accumulation_steps=2)
 
 class ByChance(Module):
     def __init__(self): self.lin = nn.Linear(12, 12)

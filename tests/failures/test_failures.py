@@ -35,7 +35,7 @@ def ended(p):
     assert p.returncode, err[-3000:]
     return err
 
-@pytest.mark.parametrize('cmd,rank,times', [(by_torchrun,1,1), (by_accelerate,0,1), (notebook,1,2)], ids=['torchrun','accelerate','notebook'])
+@pytest.mark.parametrize('cmd,rank,times', [pytest.param(by_torchrun,1,1, id='torchrun'), pytest.param(by_accelerate,0,1, id='accelerate', marks=pytest.mark.whole), pytest.param(notebook,1,2, id='notebook')])
 def test_the_cause_comes_first_and_alone(warm, tmp_path, cmd, rank, times):
     "`notebook_launcher` shows it twice by itself: as a log, and as an error of its own"
     cmd,bad = cmd() if callable(cmd) else cmd,16+4*rank

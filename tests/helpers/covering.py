@@ -1,4 +1,4 @@
-"What the default run takes of tests with several parameters: each value of each of them, and each row on one of the numbers of ranks, in turn; `--whole` takes all"
+"What the default run takes of tests with parameters: each value of each of them, and each row on one of the numbers of ranks, in turn, or a test without rows on three; `--whole` takes all"
 import re
 from collections import defaultdict
 
@@ -25,7 +25,8 @@ def covering(group, by):
     at,tables,rows = _indices(group),[o.callspec.params.get('cases') for o in group],{}
     at = [(o.get(by, 0),rows.setdefault(tuple(v for k,v in o.items() if k!=by), len(rows))) for o in at]
     n,longest = 1+max(i for i,_ in at),max(len(rows), len(tables[0] or ()))
-    if n==1 or longest==1: return group
+    if n==1: return group
+    if longest==1: return [o for o in group if o.callspec.params[by]==3] or group
     every = min(n, longest) # where `by` is the longest, a row has more than one of its values
     def turn(i, row, j=0): return (row+row//every+j-i)%every==0
     for o,(i,row),table in zip(group, at, tables):

@@ -71,6 +71,7 @@ def test_data_workers_of_ranks_start_as_those_of_a_script():
     assert 'Epoch 3/3' in out and out.count('ünïcode ✓')==2
 
 @pytest.mark.parametrize('how,n', [('spawn',2), ('spawn',3), ('fork',2), ('fork',3)])
+@pytest.mark.by_default('spawn-2', 'fork-3')
 def test_the_user_s_own_group_from_the_environment(how, n):
     def f(rank):
         dist.init_process_group('gloo')
@@ -257,6 +258,7 @@ imports = """
 """
 
 @pytest.mark.launcher
+@pytest.mark.whole
 def test_ranks_find_imported_what_they_need():
     "Also where the script has nothing to do with images, which import most of torch"
     out,_ = script(imports, sys.executable, run=lambda *cmd: run(*cmd, free_port()))
@@ -356,6 +358,7 @@ def test_attributes_of_modules_come_home():
 
 @pytest.mark.parametrize('how,named,key,shape', [('layer','extra was absent, is a Linear','extra.weight',(10,10)),
     ('wider','is of shape (40, 64)','0.weight',(40,64)), ('replaced','1 was a BatchNorm1d, is a Linear','1.weight',(10,5))])
+@pytest.mark.by_default('layer', 'replaced')
 def test_what_does_not_fit_is_kept_in_a_file(how, named, key, shape):
     learn = grows(how)
     model,opt,before = learn.model,learn.opt,deepcopy(learn.model.state_dict())

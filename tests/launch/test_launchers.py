@@ -33,10 +33,10 @@ def test_accelerate_flags(warm, tmp_path):
     warm(*accelerate('--multi_gpu', '--num_processes', 2, script, tmp_path))
     check('accelerate launch', tmp_path)
 
-def test_accelerate_yaml(tmp_path):
+def test_accelerate_yaml(warm, tmp_path):
     cfg = tmp_path/'config.yaml'
     write_basic_config(save_location=str(cfg))
-    output(start(*accelerate('--config_file', cfg, '--multi_gpu', '--num_processes', 2, script, tmp_path)))
+    warm(*accelerate('--config_file', cfg, '--multi_gpu', '--num_processes', 2, script, tmp_path))
     check('accelerate launch', tmp_path)
 
 def test_accelerate_that_starts_one_process_says_so(warm, tmp_path):
@@ -95,6 +95,7 @@ start.distribute(train, start='fork')()
 # %%
 notebook_launcher(train, num_processes=2, use_port={port!r})"""
 
+@pytest.mark.whole
 def test_ranks_in_a_kernel_started_in_three_ways(tmp_path):
     "By `notebook_launcher` also again, in a kernel in which much was done; bars and tables are those of fastai"
     names = dict(here=str(here), examples=str(digits.parent), out=str(tmp_path), port=str(free_port()))

@@ -11,6 +11,7 @@ def site(tmp_path_factory):
     if res.returncode: pytest.skip(f'pip could not install perceptrain: {res.stderr[-300:]}')
     return d
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_its_trainer_on_two_ranks_is_that_of_one_process(site, warm, tmp_path):
     "A supervised fit with validation, and a differential equation with a loader of several; ranks of `distribute`, as its `Trainer.fit` starts them, and of torchrun"

@@ -104,6 +104,7 @@ class Misplaced(Callback):
             time.sleep(100)
 
 @pytest.mark.parametrize('bad', [0,1])
+@pytest.mark.by_default('1')
 def test_a_thread_that_fails_is_an_error_on_all(bad, capfd):
     res = on_ranks(partial(error_of, cb=Misplaced(bad)), 3, join=False, timeout=120)
     for o in res: assert o[0]==bad and 'its control thread failed' in o[1] and 'ZeroDivisionError' in o[1] and o[2], o

@@ -51,7 +51,7 @@ def below(pid):
     res = [c for c,parent in found if parent==pid]
     return res+[o for c in res for o in below(c)]
 
-@pytest.mark.parametrize('how', ['agent','local'])
+@pytest.mark.parametrize('how', ['agent',pytest.param('local', marks=pytest.mark.whole)])
 def test_a_job_that_nobody_reads_and_that_is_suspended(job, tmp_path, how):
     "Longer than an agent may be silent; all processes are continued, in any order"
     p = job(how)
@@ -64,7 +64,7 @@ def test_a_job_that_nobody_reads_and_that_is_suspended(job, tmp_path, how):
     assert p.returncode==0 and len(out)==400*1001, (tmp_path/'err').read_text()
     assert (tmp_path/'result').read_text()=='came home'
 
-@pytest.mark.parametrize('how', ['agent','local'])
+@pytest.mark.parametrize('how', [pytest.param('agent', marks=pytest.mark.whole),'local'])
 def test_ctrl_c_where_nobody_reads(job, tmp_path, how):
     "Ranks end at once, and the script when its output is read"
     p = job(how)
@@ -75,7 +75,7 @@ def test_ctrl_c_where_nobody_reads(job, tmp_path, how):
     assert p.returncode and 'KeyboardInterrupt' in (tmp_path/'err').read_text() and len(out)==400*1001
     assert not (tmp_path/'result').exists()
 
-@pytest.mark.parametrize('how', ['agent','local'])
+@pytest.mark.parametrize('how', ['agent',pytest.param('local', marks=pytest.mark.whole)])
 def test_a_job_whose_output_waits_for_longer_than_an_agent_may_be_silent(job, tmp_path, how):
     "More than the 64 MB that wait for a terminal, so that ranks wait too; the patience is that of two seconds in the place of eight"
     p = job(how, 100_000, lambda: len(list(tmp_path.glob('pid*')))==2)

@@ -81,6 +81,7 @@ def during(rank, **kw):
     return seen[0],ours()
 
 @pytest.mark.parametrize('shard', [False,True])
+@pytest.mark.by_default('False')
 def test_what_a_fit_changes_is_in_the_table_and_put_back(shard):
     names = [n for ns,where in rows() for n in ns]+[f'signal {signal.SIGURG.value}']
     for inside,after in on_ranks(partial(during, shard=shard), 2, join=False):

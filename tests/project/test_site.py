@@ -100,9 +100,10 @@ def test_search_prefers_guides_to_modules_and_scripts():
     start,guide,tutorial,words,names,module,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_launch.md','006_launch.world.ipynb','examples/digits.py.md'))
     assert start>guide==tutorial>words>names>module==script
 
+@pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['index.ipynb',pytest.param('tutorials/timeline.ipynb', marks=pytest.mark.whole)])
+@pytest.mark.parametrize('name', ['index.ipynb','tutorials/timeline.ipynb'])
 def test_visible_cells_run_by_themselves(name):
     path = pages.root/'nbs'/name
     cells = executed('\n# %%\n'.join(_code(path)), path.parent)

@@ -42,7 +42,7 @@ class FailsOnOne(Callback):
     def look(self, rank):
         if self.training and self.iter==1 and this_world().rank==rank: raise ValueError('oops')
 
-@pytest.mark.parametrize('size', (2,3,4))
+@pytest.mark.parametrize('size', (2,3,pytest.param(4, marks=pytest.mark.whole)))
 @pytest.mark.parametrize('event', ('before_batch','after_pred','after_backward','after_step','after_batch'))
 def test_ranks_go_on_alike_after_an_error(event, size):
     "They are a step apart then, also in their optimizers and batch norms"
@@ -121,7 +121,9 @@ def decided(rank, what, event, culprit, bs=8):
     fit(learn, 2, [count, Opinion(culprit, 2, what, event)])
     return count.steps,len(learn.recorder.losses),[o.tolist() for o in learn.model.parameters()]
 
-@pytest.mark.parametrize('what,event', spots)
+once = [(CancelStepException,'before_step'), (CancelBackwardException,'before_backward'), *zip(cancels[2:], ('before_batch','after_loss','after_backward','after_loss'))]
+
+@pytest.mark.parametrize('what,event', [pytest.param(*o, marks=() if o in once else pytest.mark.whole) for o in spots])
 def test_a_callbacks_decision_is_everybodys_at_the_same_step(what, event):
     alone = decided(0, what, event, 0, 24)
     for res in chain(*on_ranks(lambda rank: [decided(rank, what, event, culprit) for culprit in (0,2)], 3, join=False)):
@@ -145,7 +147,7 @@ def votes(rank, cb):
     with mock.patch.object(Job, 'agree', counted): fit(learn, cbs=cb())
     return n[True],len(learn.recorder.losses)
 
-@pytest.mark.parametrize('size,steps', [(2,8), (3,5), (4,4)])
+@pytest.mark.parametrize('size,steps', [(3,5), *(pytest.param(*o, marks=pytest.mark.whole) for o in ((2,8),(4,4)))])
 def test_only_who_may_cancel_costs_a_vote(size, steps):
     "After each step, and after the fit, whose end every callback hears of"
     for cb,n in ((Count,0), (Decider,steps+1)): test_eq(on_ranks(lambda rank: votes(rank, cb), size, join=False), [(n,steps)]*size)
@@ -307,7 +309,7 @@ def paused(rank):
         learn.fit(1, cbs=Checkpoint('ckpt'))
     return len(learn.recorder.values)
 
-@pytest.mark.parametrize('size', [2,3])
+@pytest.mark.parametrize('size', [pytest.param(2, marks=pytest.mark.whole),3])
 def test_nobody_is_stuck_between_two_fits_with_checkpoints(size): test_eq(on_ranks(paused, size, join=False), [1]*size)
 
 def begun_with(cls):

@@ -127,6 +127,7 @@ def told(*cbs, model=None, epochs=2, **kw):
 ways = pytest.mark.parametrize('n,shard', [(2,False),(3,False),(2,True)])
 
 @ways
+@pytest.mark.by_default('3-False', '2-True')
 def test_critic(n, shard):
     "A critic with gradients of its rank is named, with its optimizer; one with averaged gradients is not"
     first,*others = on_ranks(lambda rank: told(Critic, shard=shard), n)
@@ -136,6 +137,7 @@ def test_critic(n, shard):
     assert on_ranks(lambda rank: told(Averaged, *([] if shard else [Average]), shard=shard), n)==[[]]*n
 
 @ways
+@pytest.mark.by_default('3-False')
 def test_counts(n, shard):
     "Counts of a rank's samples, and lists that grow by them, are named once with both values"
     first,*others = on_ranks(lambda rank: told(Counts, shard=shard), n)
@@ -143,30 +145,35 @@ def test_counts(n, shard):
     assert all('HINT: let what is counted be a metric' in o and 'epoch 0' in o for o in first), first
 
 @ways
+@pytest.mark.by_default('2-False')
 def test_critic_of_the_script(n, shard):
     "A critic that no callback holds is found by the optimizer that trains it"
     first,*others = on_ranks(lambda rank: told(OfScript, shard=shard), n)
     assert first[0].startswith('OfScript.oc parameter 0 of the optimizer (test_held.py:') and len(first)==1 and 'average its gradients' in first[0] and not any(others), (first,others)
 
 @ways
+@pytest.mark.by_default('3-False')
 def test_hard_examples(n, shard):
     "A count is named whatever it is called, as a whole number and as a tensor"
     first,*others = on_ranks(lambda rank: told(Hard, shard=shard), n)
     assert {o.split()[0] for o in first}=={'Hard._seconds','Hard.last_members'} and len(first)==2 and not any(others), (first,others)
 
 @ways
+@pytest.mark.by_default('2-True')
 def test_module(n, shard):
     "A centre that a module moves along is named, the features of the last batch are not"
     first,*others = on_ranks(lambda rank: told(model=lambda: nn.Sequential(Centred()), shard=shard), n)
     assert [o.split()[0] for o in first]==['model.0.center'] and not any(others), (first,others)
 
 @ways
+@pytest.mark.by_default('3-False')
 def test_drawn(n, shard):
     "What each rank draws when a module is made is named, also where it has the size of a batch"
     first,*others = on_ranks(lambda rank: told(model=Drawn, shard=shard), n)
     assert [o.split()[0] for o in first]==['model.towards'] and 'or has drawn it' in first[0] and not any(others), (first,others)
 
 @ways
+@pytest.mark.by_default('2-False')
 def test_skips(n, shard):
     "A callback that leaves batches out by the loss of its rank is named with the batches; what all ranks decide alike is not"
     first,*others = on_ranks(lambda rank: told(Skips, shard=shard), n)
@@ -190,6 +197,7 @@ def test_ends(n, shard, ends):
     assert len(first)==1 and first[0].startswith(f'the batches that {ends.__name__} cancels in after_loss (test_held.py:') and not any(others), (first,others)
 
 @ways
+@pytest.mark.by_default('3-False', '2-True')
 def test_silent(n, shard):
     "What is the same on all ranks, or a rank's own, is not named"
     assert on_ranks(lambda rank: told(Quiet, Features, *([] if shard else [Average]), shard=shard), n)==[[]]*n

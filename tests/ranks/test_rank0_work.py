@@ -47,6 +47,7 @@ def files(path='.'): return sorted(str(o) for o in Path(path).rglob('*') if o.is
 # Writers
 
 @pytest.mark.parametrize('kw', [dict(log_preds=False), *alone_in_a_pass(dict(), dict(n_preds=4))], ids=['scalars','preds','few'])
+@pytest.mark.by_default('scalars', 'preds')
 def test_tensorboard(alone, kw):
     check(alone, lambda rank: (trained(rank, TensorBoardCallback(log_dir=f'logs{rank}', trace_model=False, **kw)),None))
     file, = files()
@@ -84,6 +85,7 @@ def with_wandb(rank, **kw):
     return res,logged
 
 @pytest.mark.parametrize('kw', [dict(log_preds=False), *alone_in_a_pass(dict(), dict(log_preds_every_epoch=True, n_preds=5))], ids=['scalars','preds','every'])
+@pytest.mark.by_default('scalars', 'every')
 def test_wandb(alone, kw, wandb_dir):
     (logged,preds),other = check(alone, lambda rank: with_wandb(rank, **kw))
     test_close(logged, [2,*alone[0][1][-1][1:]], 1e-5)
@@ -141,6 +143,7 @@ def curious(rank, look, **kw):
 
 @pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 @pytest.mark.parametrize('look', [inner_preds,preds,validate,show,predict,everything])
+@pytest.mark.by_default('inner_preds', 'everything')
 def test_evaluation_after_an_epoch(alone, look):
     a,b = check(alone, lambda rank: curious(rank, look))
     test_eq((len(a),b), (2,[]))
@@ -149,6 +152,7 @@ def test_evaluation_after_an_epoch(alone, look):
 
 @pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 @pytest.mark.parametrize('event', ['before_fit','after_train','before_validate','after_validate','after_fit'])
+@pytest.mark.by_default('before_fit', 'after_validate')
 def test_evaluation_elsewhere(alone, event):
     a,b = check(alone, lambda rank: curious(rank, preds, event=event))
     test_eq((a,b), ([[12,12]]*len(a),[]))

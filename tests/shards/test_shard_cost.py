@@ -31,7 +31,7 @@ class Bytes(Callback):
         ps,opt = [*self.model.parameters()],self.opt if hasattr(self.opt, 'cbs') else self.opt.opt
         state = [v for s in opt.state.values() for v in s.values() if isinstance(v, Tensor) and v.ndim]
         self.seen = [nbytes(map(local, ts)) for ts in (ps, [p.grad for p in ps], state)]
-@pytest.mark.parametrize('opt', (Adam, partial(OptimWrapper, opt=torch.optim.Adam)))
+@pytest.mark.parametrize('opt', (Adam, pytest.param(partial(OptimWrapper, opt=torch.optim.Adam), marks=pytest.mark.whole)))
 def test_bytes_are_those_of_one_process_divided_by_the_ranks_plus_one_unit(opt):
     def run(rank):
         fingerprint(tensor(0)) # its table of random numbers is made once in a process

@@ -117,6 +117,7 @@ def test_a_rank_fails(size, culprit, some):
             assert torch.tensor(sum([np.ravel(o).tolist() for o in b], [])).isfinite().all(), where
             test_eq(bool(said), r==0 and f in (in_step,after_backward))
 
+@pytest.mark.whole
 def test_a_torch_that_cannot_reset(monkeypatch):
     "Before 2.13 torch has no `reset_iter_state`"
     monkeypatch.delattr(FSDPModule, 'reset_iter_state', raising=False)
@@ -139,7 +140,7 @@ def ran_ahead(rank, size):
         learn.fit(1) # compares
     return how,[b.tolist() for b in before],after
 
-@pytest.mark.parametrize('size', (2,3))
+@pytest.mark.parametrize('size', (pytest.param(2, marks=pytest.mark.whole),3))
 def test_ranks_go_on_with_the_same_buffers(size):
     "Those of one rank, since each holds them whole"
     res = on_ranks(partial(ran_ahead, size=size), size, join=False, timeout=100)
@@ -181,6 +182,7 @@ def norms(learn, rank): # torch waits in it without an end, and nobody else does
     learn.fit(1, cbs=At('after_step', lambda learn: learn.model[0].weight.norm().item() if rank==0 else None))
 
 @pytest.mark.parametrize('f', [calls,predicts,get_preds,unit,in_a_fit('after_batch'),in_a_fit('before_batch'),in_a_fit('after_pred'),norms], ids=lambda f: f.__name__)
+@pytest.mark.by_default('predicts','calls after_batch','norms')
 def test_one_rank_alone(f):
     for (how,text),bare,ws in on_ranks(lambda rank: lone(rank, f, patience=3 if f is norms else None), join=False, timeout=100):
         assert how in ('RankError','ValueError') and bare and ('did not move' if f is norms else 'HINT') in text, (how,text,bare)
@@ -257,7 +259,7 @@ def test_an_odd_model_is_entered():
         learn.model[3].none = nn.Parameter(torch.zeros(0,3))
     test_eq([o for o in on_ranks(partial(enters, change=change), 3, join=False)], [(('went on',''),True,4,True)]*3)
 
-@pytest.mark.parametrize('who,at', [(0,2), (1,0), (2,3)])
+@pytest.mark.parametrize('who,at', [(1,0), *(pytest.param(*o, marks=pytest.mark.whole) for o in ((0,2),(2,3)))])
 def test_an_error_amid_entering(who, at):
     def change(learn, rank):
         cut,n = Shards._shard,0

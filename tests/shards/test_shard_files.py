@@ -56,6 +56,7 @@ def written(rank, opt, prepare):
     return inside,(saved(learn),saved(learn, with_opt=False)),learn.model.state_dict()
 
 @pytest.mark.parametrize('opt,prepare,size', [('sgd','inside',3),('adam','frozen',2),('ranger','before',3),('wrapper','frozen',3)])
+@pytest.mark.by_default('adam-frozen-2', 'ranger-before-3')
 def test_the_bytes_of_a_plain_save(opt, prepare, size):
     (inside,after,state),*others = on_ranks(lambda rank: written(rank, opt, prepare), size, join=False)
     assert inside==after and all(o[0]==(b'',b'') for o in others)
@@ -83,7 +84,7 @@ def loaded(rank, opt, prepare, file):
         learn.fit(1, 0.01)
     return there,held,saved(learn)
 
-@pytest.mark.parametrize('opt,prepare,size', [('sgd','before',2),('adam','inside',3),('ranger','before',2),('wrapper','inside',3),('wrapper','before',2),('adam','frozen',2)])
+@pytest.mark.parametrize('opt,prepare,size', [('sgd','before',2),('wrapper','inside',3),('adam','frozen',2), *(pytest.param(*o, marks=pytest.mark.whole) for o in (('adam','inside',3),('ranger','before',2),('wrapper','before',2)))])
 def test_a_plain_file_is_loaded(opt, prepare, size):
     learn = net_learner(opt_func=opts[opt])
     if prepare=='frozen': learn.freeze()
@@ -183,6 +184,7 @@ def said(f):
     except Exception as e: return str(e)
 
 @pytest.mark.parametrize('opt', ['ranger','wrapper'])
+@pytest.mark.by_default('ranger')
 def test_kept_in_shards(opt):
     def f(rank, keep, between=noop):
         set_seed(3)

@@ -9,7 +9,7 @@ from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_lm_config,language
 from fastai.vision.all import *
 from fastdist import *
 from fastdist.comm.collectives import broadcast_obj,gather_objs
-from compare import difference
+from compare import cases,difference
 from half import halved
 from test_gradients import Penalty
 from test_preds import pictures
@@ -182,19 +182,22 @@ def check(size, cases):
     assert not wrong, '\n'.join(wrong.values())
 
 ways |= dict(evaluated=(evaluated,1e-5), shown=(shown,1e-5), streamed=(streamed,1e-5), uneven=(partial(uneven, shard=True),1e-5))
+sizes = pytest.mark.parametrize('size', (2,3))
 few = 'evaluated shown streamed uneven norm window tuned few steps'.split()
 
 @pytest.mark.slow
-@pytest.mark.parametrize('size', (2,3))
-def test_the_law(size):
-    "All ways on two ranks, every second one on three; their remainders are in test_exact too"
-    check(size, ways if size==2 else dict([*ways.items()][::2]))
+@sizes
+@cases(**ways)
+def test_the_law(cases, size): check(size, cases)
 
+@pytest.mark.whole
 def test_four_ranks(): check(4, {k:ways[k] for k in few}|{k:optimizers[k] for k in ('sgd','adam','larc','lamb')})
 
-def test_optimizers(): check(3, optimizers)
+@sizes
+@cases(**optimizers)
+def test_optimizers(cases, size): check(size, cases)
 
-@pytest.mark.parametrize('size', (2,3))
+@pytest.mark.parametrize('size', (pytest.param(2, marks=pytest.mark.whole),3))
 def test_replicas_of_uneven_batches(size): check(size, dict(uneven=(uneven,1e-5)))
 
 # What a forward pass or a callback writes to weights, as a momentum encoder's
@@ -237,8 +240,14 @@ moving |= {f'{o.__name__} {e}':case(encoders, cbs=partial(Follow, o, e)) for o i
 moving |= dict(window=case(partial(encoders, write=in_place), cbs=lambda: GradientAccumulation(24)),
     kept=case(partial(encoders, write=new_data), fsdp_plugin=whole_between))
 
-@pytest.mark.parametrize('size', (2,3))
-def test_weights_that_are_written(size): check(size, dict([*moving.items()][size-2::2]))
+across = [o for o in moving if 'across' in o and o!='in_place across units']
+@sizes
+@cases(**{k:v for k,v in moving.items() if k not in across})
+def test_weights_that_are_written(cases, size): check(size, cases)
+
+@pytest.mark.whole
+@sizes
+def test_weights_of_other_units_that_are_written(size): check(size, {k:moving[k] for k in across})
 
 class Codebook(nn.Module):
     "Each rank writes what it sees"
@@ -275,7 +284,7 @@ def read(rank, bs, extremes):
     fitted(learn, rank is not None, partial(Numbers, extremes), lambda o: o.fit(1, .05), 1)
     return learn.read
 
-@pytest.mark.parametrize('size', [2,3,4])
+@pytest.mark.parametrize('size', [pytest.param(2, marks=pytest.mark.whole),3,pytest.param(4, marks=pytest.mark.whole)])
 def test_numbers_that_have_parts(size):
     "`p.norm().item()` is that of the whole parameter on each rank, of which torch gives each its part; of no rows, as one of four has, torch finds no largest, which is an error"
     want = read(None, 12, size<4)

@@ -126,7 +126,7 @@ def test_parameters_in_bf16():
         return cb.both
     for (l,x,_),(_,y,_) in zip(*on_ranks(run, join=False)): assert abs(l-(x+y)/2)<1e-6
 
-@pytest.mark.parametrize('kw', (dict(cbs=GradientClip(.1), opt=partial(Adam, eps=1e-3)), dict(n=48, mk=partial(Net, True))))
+@pytest.mark.parametrize('kw', (dict(cbs=GradientClip(.1), opt=partial(Adam, eps=1e-3)), pytest.param(dict(n=48, mk=partial(Net, True)), marks=pytest.mark.whole)))
 def test_shards_in_nodes_and_replicas_between_them(kw):
     def run(rank):
         learn = learner(4, **kw)

@@ -66,6 +66,7 @@ def test_torchrun_starts_them_again(warm, tmp_path):
     test_eq([len(states(tmp_path)[0]),states(tmp_path)[1]], [1,2])
 
 @pytest.mark.parametrize('ranks', ('0','2','0,1,2'))
+@pytest.mark.by_default('0,1,2')
 def test_torchrun_without_restarts(warm, tmp_path, ranks):
     _,err = warm(*torchrun(script, tmp_path, n=3), rc=1, ASK=f'SIGUSR1:{ranks}', timeout=60)
     assert re.search(r'exitcode +: 138', err) and 'RankError' not in err and 'ends because' not in err
@@ -89,6 +90,7 @@ def test_a_head_with_new_processes(start, tmp_path):
     assert 'Traceback' not in err and 'failed' not in err and states(tmp_path)[1]==2
 
 @pytest.mark.parametrize('ask,rc', [('SIGTERM:head',143), ('SIGUSR1:head',138), ('SIGTERM:1',143), ('SIGUSR1:0',138)])
+@pytest.mark.by_default('SIGTERM:head', 'SIGUSR1:0')
 def test_a_head(warm, tmp_path, ask, rc):
     _,err = warm(sys.executable, script, tmp_path, 'head', 'fork', rc=rc, ASK=ask)
     assert 'Traceback' not in err and 'failed' not in err and states(tmp_path)[1]==2
@@ -184,6 +186,7 @@ def test_a_kernel_lives_on_after_sigusr1(tmp_path):
 
 @mark
 @pytest.mark.parametrize('how', ('SIGTERM','shutdown'))
+@pytest.mark.by_default('SIGTERM')
 def test_a_kernel_ends_when_it_is_asked_to(tmp_path, how):
     km = KernelManager(kernel_name='python3')
     km.start_kernel(cwd=str(tmp_path))

@@ -73,6 +73,7 @@ with learn.distrib_ctx(), learn.no_bar(): learn.fine_tune(3, 1e-2)
 write({out!r}, learn)"""
 
 @pytest.mark.launcher
+@pytest.mark.whole
 def test_a_cell_that_is_run_again_goes_on(tmp_path):
     "Interrupted in its second fit, run again with the same Learner, and in a new kernel after the first one has died; with a new Learner it returns at once"
     begin,make,fit = cells.format(here=str(here), out=str(tmp_path)).split('# %%')

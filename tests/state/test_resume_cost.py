@@ -39,6 +39,7 @@ at_ends = Counter({'c10d::broadcast_':2, 'c10d::allgather_':1, 'c10d::gather_':1
 
 @pytest.mark.replicas # ranks in shards write their own rows
 @pytest.mark.parametrize('n,steps', ((160,4), (1600,40)))
+@pytest.mark.by_default('160-4')
 def test_quiet_steps_exchange_nothing(tmp_path, n, steps): test_eq(on_both(n, tmp_path, minutes=60), (steps,at_ends))
 
 @pytest.mark.replicas # ranks in shards write their own rows

@@ -71,6 +71,7 @@ def test_what_would_mix_rows_or_steps_is_refused_on_all_ranks(tmp_path, case, n)
     test_eq((o['rows'],o['names'][-2:]), (3,['mae','time']))
 
 @pytest.mark.parametrize('n', [1,2])
+@pytest.mark.by_default('2')
 def test_a_fit_that_is_done_keeps_its_rows(tmp_path, n):
     for kw,lines in (({},[]), (dict(metrics=[rmse], lr=0.1),['lr: was 0.01, is 0.1; the fit is done with what was'])):
         ends,said = zip(*on_ranks(lambda rank: run(rank, tmp_path, False, kw), n, join=False))

@@ -160,6 +160,7 @@ scripts = dict(fine_tune=(fine_tune, (4,11)), with_more_between=(with_more_betwe
     short=(one_cycle(partial(ShortEpochCallback, .65)), (12,)), other_loader=(one_cycle(OtherLoader), (14,)))
 
 @pytest.mark.parametrize('name', scripts)
+@pytest.mark.by_default('fine_tune', 'given_anew', 'learnt_loss', 'trackers', 'windows', 'appended', 'language_model', 'tabular', 'norms', 'other_loader')
 def test_it_ends_as_the_undisturbed_run(tmp_path, name):
     f,kills = scripts[name]
     said = survives(f, tmp_path, kills)

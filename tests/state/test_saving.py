@@ -638,6 +638,7 @@ def exported(rank, when):
 def not_exported(): return on_ranks(lambda rank: exported(rank, None), join=False)
 
 @pytest.mark.parametrize('when', ['before_fit','before_batch','after_pred','after_step','after_batch','after_train','before_validate','after_epoch','after_fit'])
+@pytest.mark.by_default('before_batch', 'after_pred', 'after_fit')
 def test_training_goes_on_after_an_export(when):
     for a,b in zip(not_exported(), on_ranks(lambda rank: exported(rank, when), join=False)): test_eq(a, b)
     assert b'fastdist' not in Path('e.pkl').read_bytes()

@@ -86,6 +86,7 @@ def check(size, *args, **kw):
     test_eq(on_ranks(lambda rank: apart(rank, size, *args, **kw), size), [0]*size)
 
 @pytest.mark.parametrize('mk', [mlp,cnn,Rnn,Odd,Empties])
+@pytest.mark.by_default('mlp', 'Odd')
 def test_first_step_is_bit_for_bit(mk): check(3, mk, 4)
 
 class Branches(Module):
@@ -99,6 +100,7 @@ class Count(Callback):
     def before_batch(self): self.model.n = self.train_iter+self.done
 
 @pytest.mark.parametrize('at', [1,4,6,7])
+@pytest.mark.by_default('4')
 def test_parameters_that_are_used_late(at): check(3, Branches, at, cbs=Count)
 
 class Experts(Module):
@@ -116,6 +118,7 @@ def test_parameters_that_some_rank_does_not_use(size):
 def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD, lr=.5) # plain SGD makes little of a last digit
 
 @pytest.mark.parametrize('at', [1,5])
+@pytest.mark.whole
 def test_four_ranks_and_a_state_of_the_first_step(at): check(4, Odd, at)
 
 @pytest.mark.parametrize('options', [dict(bucket_cap_mb=.01), dict(comm_hook='fp16')])
@@ -131,6 +134,7 @@ class Thaw(Callback):
         self.learn.model[0].requires_grad_(k<2 or 4<=k<6)
 
 @pytest.mark.parametrize('at', [1,3,5])
+@pytest.mark.by_default('3')
 def test_wrappers_that_are_made_later(at): check(3, mlp, at, cbs=Thaw)
 
 @pytest.mark.parametrize('size,options', [(2,{}), (3,dict(find_unused_parameters=True))])

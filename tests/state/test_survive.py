@@ -83,8 +83,8 @@ def survives(path, how, where, first, second, n=0):
 
 whole = list(itertools.product(hows, wheres, firsts, seconds))
 
-def sample(k=14):
-    "Combinations by chance, in which each row, each column and each pair of numbers is"
+def sample(k=7):
+    "Combinations by chance, in which each row and each column is"
     rng,cols = random.Random(5),[hows,wheres,list(itertools.product(firsts, seconds))]
     hs,ws,ns = ([o for _ in range(2) for o in rng.sample(col, len(col))][:k] for col in cols)
     return [(h,w,*n) for h,w,n in zip(hs, ws, ns)]
@@ -114,6 +114,7 @@ def ended(path, size, drop=False, **kw):
     assert runs(path, size, drop, blow=Blow('SIGTERM to all', 'middle', 1, 1, 1, 0), every=1, **kw) is None
 
 @pytest.mark.parametrize('size', (1,2))
+@pytest.mark.by_default('2')
 def test_what_is_done_is_not_done_again(tmp_path, size):
     "No step is made and no sample is read, and all is as if it had been trained there"
     runs(tmp_path, size, True, every=3)
@@ -124,6 +125,7 @@ foreign = dict(model=(dict(width=20),'another model'), data=(dict(n=44),'number 
     epochs=(dict(epochs=(4,3)),'number of epochs was 2, is 4'))
 
 @pytest.mark.parametrize('size', (1,2))
+@pytest.mark.by_default('2')
 def test_a_state_of_another_training_changes_nothing(tmp_path, size):
     ended(tmp_path, size)
     for kw,text in foreign.values():
@@ -146,6 +148,7 @@ def warned(rank, **kw):
         return train(rank, **kw),[str(o.message) for o in said]
 
 @pytest.mark.parametrize('size', (1,2))
+@pytest.mark.by_default('2')
 def test_a_torn_state_is_left_for_the_one_before(tmp_path, size):
     ended(tmp_path, size)
     newest = max((tmp_path/'states').glob('0*'))
@@ -161,6 +164,7 @@ def twice(rank, path):
 
 def test_two_learners_have_two_paths(tmp_path): on_ranks(partial(twice, path=tmp_path), 1, join=False)
 
+@pytest.mark.whole
 def test_a_model_of_several_buckets(tmp_path):
     "Three ranks add up in an order that depends on the buckets, which DDP lays anew after its first step"
     wide = dict(width=60_000, epochs=(1,2))
@@ -171,6 +175,7 @@ def test_a_model_of_several_buckets(tmp_path):
 def windows(): return GradientAccumulation(24)
 
 @pytest.mark.parametrize('first,second', [(1,3), (3,2)])
+@pytest.mark.by_default('3-2')
 def test_gradients_that_no_step_has_used(tmp_path, first, second):
     "The first fit ends in the midst of a window, whose gradients each rank has a part of, and another number of ranks goes on"
     (whole,) = runs(tmp_path/'whole', 1, False, more=windows)

@@ -142,6 +142,7 @@ def test_torchrun_with_faults(warm, tmp_path):
     test_eq(hints_of_failed(out), [1]*2)
 
 @pytest.mark.launcher
+@pytest.mark.whole
 def test_nprocs():
     out,_ = run(sys.executable, '-m', 'fastdist.check', '--nprocs', 2)
     rank0_says(out, 2, 'fastdist')

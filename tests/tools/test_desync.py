@@ -160,6 +160,7 @@ others = dict(callback=dict(cbs=[GradientAccumulation(64)]), steps=dict(gradient
     collab=dict(mk=collab), text=dict(mk=language_model), ragged=dict(mk=lambda: digits(dls_kw=dict(drop_last=False))))
 
 @pytest.mark.parametrize('k', others)
+@pytest.mark.by_default('callback', 'steps', 'torch', 'bf16', 'text')
 def test_no_false_alarm_elsewhere(k): on_ranks(lambda rank: alike(rank, **others[k], cpu=True), join=False)
 
 def tuned(rank):
@@ -206,6 +207,7 @@ def exchanges(rank, *cbs, **kw):
     return len(learn.recorder.losses),ran
 
 @pytest.mark.parametrize('every', (1,4))
+@pytest.mark.by_default('4')
 def test_one_collective_a_check(every):
     (n,without),(_,checked),(_,both) = [on_ranks(lambda rank: exchanges(rank, *cbs, **kw), join=False)[0] for cbs,kw in
         (([],dict(desync_check=False)), ([],{}), ([DesyncCheck(every)],{}))]

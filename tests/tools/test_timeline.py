@@ -72,9 +72,11 @@ def check(res, where, late):
 def test_the_late_rank_is_named(where): check(on_ranks(lambda rank: says(rank, where, 1), 2, join=False), where, 1)
 
 @pytest.mark.parametrize('size,late', ((3,0),(4,2)))
+@pytest.mark.by_default('3-0')
 def test_on_more_ranks(size, late): check(on_ranks(lambda rank: says(rank, 'forward', late), size, join=False), 'forward', late)
 
 @pytest.mark.parametrize('where', ('data','backward'))
+@pytest.mark.by_default('backward')
 def test_in_shards(where): check(on_ranks(lambda rank: says(rank, where, 0, shard=True), 2, join=False), where, 0)
 
 class HostEvent:
@@ -148,6 +150,7 @@ def exchanged(rank, timed, n_epoch):
     return n,ran
 
 @pytest.mark.parametrize('n_epoch', (1,3))
+@pytest.mark.by_default('3')
 def test_one_exchange_an_epoch_and_none_in_a_step(n_epoch):
     (n,plain),(timed_n,timed) = [on_ranks(partial(exchanged, timed=o, n_epoch=n_epoch), join=False)[0] for o in (False,True)]
     test_eq((timed_n-n, timed-plain), (n_epoch,Counter({'c10d::allgather_':2*n_epoch})))
@@ -231,6 +234,7 @@ others = dict(nested=(lambda: [Validates()],24), cancel_epoch=(lambda: [Ends(Can
     accumulates=(lambda: [GradientAccumulation(32)],24))
 
 @pytest.mark.parametrize('k', [*others, pytest.param('rank0', marks=pytest.mark.replicas)])
+@pytest.mark.by_default('nested', 'cancel_batch', 'accumulates', 'rank0')
 def test_what_callbacks_do(k):
     cbs,n = others.get(k, (lambda: [OnRank0()],24))
     for steps,least,table,heads in on_ranks(partial(rows_of, cbs=cbs), join=False):

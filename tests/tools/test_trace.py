@@ -207,6 +207,7 @@ class ByTorch:
     def __len__(self): return 70
     def __getitem__(self, i): return data[i][:2]
 @pytest.mark.parametrize('workers', (0,1))
+@pytest.mark.by_default('1')
 def test_what_is_random_behind_a_loader_of_torch(workers, tmp_path):
     def run(rank, name, n):
         set_seed(4)

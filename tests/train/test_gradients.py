@@ -56,6 +56,7 @@ class NewModel(Callback):
         self.learn.opt.set_hypers(lr=.05)
 
 @pytest.mark.parametrize('event,opt,size', [('before_epoch',True,2), ('before_train',True,3), ('before_batch',True,3), ('before_batch',False,2), ('before_epoch',False,3)])
+@pytest.mark.by_default('before_epoch-True-2', 'before_batch-False-2', 'before_train-True-3')
 def test_another_model(event, opt, size): compare(learner, lambda: NewModel(event, opt), size)
 
 class Empties(nn.Module):
@@ -231,6 +232,7 @@ def test_other_passes(cb, size): compare(learner, cb, size)
 def ignores(): return CrossEntropyLossFlat(ignore_index=1)
 
 @pytest.mark.parametrize('cb', (SAM,Adversarial,InTheMidst,TwoSteps,pytest.param(ByHand, marks=replicas)))
+@pytest.mark.by_default('SAM', 'InTheMidst', 'ByHand')
 def test_a_mean_over_some_targets(cb):
     "One process divides each pass by the number of targets that count in its batch"
     compare(partial(learner, loss=ignores), cb, 3)
@@ -239,12 +241,14 @@ class Total(CrossEntropyLossFlat):
     def __init__(self, **kw): super().__init__(reduction='sum')
 
 @pytest.mark.parametrize('cb', (SAM,InTheMidst,pytest.param(ByHand, marks=replicas)))
+@pytest.mark.by_default('InTheMidst', 'ByHand')
 def test_sums(cb): compare(lambda bs: learner(bs, loss=Total, opt=partial(Adam, eps=1e-3)), cb, 3, tol=1e-4)
 
 hooked = dict(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
 
 @replicas
 @pytest.mark.parametrize('cb,kw,tol', [(noop,hooked,1e-2), (SAM,hooked,1e-2), (InTheMidst,unused,1e-5), (SAM,unused,1e-5)])
+@pytest.mark.by_default('SAM-kw1', 'InTheMidst-kw2')
 def test_options_of_ddp(cb, kw, tol): compare(learner, cb, n=1, tol=tol, **kw)
 
 # Two models
@@ -261,6 +265,7 @@ def gan(bs, **kw):
     return GANLearner.wgan(dls, gen, critic, switcher=FixedGANSwitcher(n_crit=2, n_gen=1), clip=.3, opt_func=partial(Adam, mom=0., eps=1e-2), **kw)
 
 @pytest.mark.parametrize('gen_first,kw,size', [(False,{},2), (True,{},3), *[pytest.param(*o, marks=replicas) for o in ((False,unused,3), (True,unused,2))]])
+@pytest.mark.by_default('True-kw1-3', 'False-kw2-3')
 def test_gan(gen_first, kw, size):
     "In validation its metric of the critic's loss is what the last step of the critic has left, for the samples of all ranks"
     compare(partial(gan, gen_first=gen_first), size=size, **kw)
@@ -345,6 +350,7 @@ def test_parameters_that_some_steps_do_not_use(k, size):
 
 @replicas
 @pytest.mark.parametrize('k', ('never','flips'))
+@pytest.mark.by_default('flips')
 def test_unused_parameters_in_torchs_optimizers_and_windows(k):
     compare(partial(learner, model=heads[k], opt=adamw), size=3, tol=1e-4)
     compare(partial(learner, model=heads[k]), partial(GradientAccumulation, 24), size=2, n=1)
@@ -523,6 +529,7 @@ class Spoil(Callback):
         if self.training and self.iter==2 and rank_distrib()==1: self.learn.xb = self.xb[0]*math.nan,
 
 @pytest.mark.parametrize('k', owns)
+@pytest.mark.by_default('own', 'parts')
 def test_all_ranks_stop_at_nan(k):
     def f(rank):
         learn = learner(6, cls=owns[k])

@@ -2,8 +2,6 @@
 import pickle,pytest,random,shutil,threading
 from contextlib import nullcontext
 from copy import deepcopy
-from unittest import mock
-from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.all import *
 from fastai.callback.fp16 import AMPMode
 from fastai.losses import *
@@ -12,8 +10,6 @@ from torch.utils.data import TensorDataset,DataLoader as TorchLoader
 from learners import *
 from fastdist import *
 from fastdist.train.step import Lean
-from fastdist.parallel.foreach import ListSteps
-from fastdist.train.step import LeanStep
 
 def exact(a, b, at=''):
     "`b` is `a`: types, and values to the bit"
@@ -115,6 +111,7 @@ losses |= dict(ints=(CrossEntropyLossFlat,lambda i: torch.tensor(i%3, dtype=torc
 def test_losses(f): same(lambda: classes(f[1])(loss=f[0]()), lambda l: (l.fit(2, 1e-2), l.get_preds(with_loss=f[0] not in (losses['mine'][0],)))[-1])
 
 @each({k:losses[k] for k in ('ce','smooth','focal','mse','l1','bce','weighed')})
+@pytest.mark.by_default('ce', 'mse', 'weighed')
 def test_losses_of_a_double_model(f):
     "fastai's losses compute in single precision"
     def mk():
@@ -305,6 +302,7 @@ def test_removes_itself():
 
 everywhere = [o for o in 'before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch after_train before_validate after_validate after_epoch after_fit'.split()]
 @pytest.mark.parametrize('e', everywhere)
+@pytest.mark.by_default('before_fit', 'before_batch', 'after_step', 'after_epoch')
 def test_raises(e):
     def fail(cb):
         if getattr(cb, 'iter', 0)==1 or not e.endswith(('batch','pred','loss','step','backward')): raise ValueError('no')
@@ -660,25 +658,3 @@ def resumed(first_lean, then_lean):
 def test_resumes():
     whole = resumed(None, False)
     for a,b in ((None,True),(True,True),(False,True),(True,False)): exact(whole, resumed(a, b))
-
-class Looks(Callback):
-    "Record which of the Learner's methods are overridden in a step"
-    def before_step(self): seen.extend(k for k in LeanStep._overridden if isinstance(getattr(vars(self.learn).get(k), '__self__', None), LeanStep))
-
-seen,own_part = [],ListSteps._part
-
-def counted_part(self, params, h):
-    seen.append(len(params))
-    own_part(self, params, h)
-
-def seen_on(rank, ranks):
-    learn,long_way = toy(n=12, bs=4, opt_func=Adam),mock.patch.object(DistributedDataParallel, 'forward', side_effect=RuntimeError)
-    with learn.distrib_ctx() if ranks else learn.lean_ctx(), learn.no_bar(), learn.no_logging(), mock.patch.object(ListSteps, '_part', counted_part), long_way:
-        learn.fit(1, cbs=Looks())
-    return seen[:6],[k for k in LeanStep._overridden if k in vars(learn)],[k for k in ('step','zero_grad') if k in vars(learn.opt)]
-
-@pytest.mark.replicas
-@pytest.mark.parametrize('n', (1,2,3))
-def test_who_does_the_work(n):
-    "A step of ranks, and of a lean Learner, goes through what is overridden, and nothing of it is left"
-    test_eq(on_ranks(partial(seen_on, ranks=n>1), n, join=False, timeout=60), [([*LeanStep._overridden,4,2], [], [])]*n)

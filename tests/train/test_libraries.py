@@ -101,7 +101,7 @@ lines = dict(unet=unet, tabular=tabular, collab=collab, collab_nn=partial(collab
 archs = ('efficientnet_b0','mobilenetv3_small_050','regnetx_002','resnetv2_18','convnext_atto','test_vit')
 lines |= {o:partial(vision, arch=o) for o in archs}
 deep = 'resnet18',*archs
-with_whole = 'ts','smp','unet',*archs # of the first two the packages are not among those for development, the others take a minute each
+with_whole = 'ts','smp','unet','resnet18',*archs # of the first two the packages are not among those for development, the others take up to a minute each
 modes = dict(replicas=(2,{}), of_three=(3,{}), shards=(2,dict(shard=True)), seed=(2,dict(seed=42)), seed_of_three=(3,dict(seed=42)))
 def case(line, mode, turn): return pytest.param(line, mode, id=f'{line}-{mode}', marks=pytest.mark.whole if line in with_whole or turn%len(modes) else ())
 cases = [case(o, m, i-j) for i,o in enumerate(lines) for j,m in enumerate(modes)] # by default each line in one mode, the modes in turn
@@ -170,7 +170,7 @@ def gan(size, ctx):
     return learn.model.state_dict(),learn.recorder.losses
 
 @pytest.mark.slow
-@pytest.mark.parametrize('size', [2,3,4])
+@pytest.mark.parametrize('size', [3,*(pytest.param(o, marks=pytest.mark.whole) for o in (2,4))])
 def test_a_gan_as_in_one_process(size):
     "Its loss is a mean over samples, which no trial can tell"
     state,losses = gan(1, nullcontext)

@@ -8,7 +8,7 @@ from fastcore.xtras import working_directory
 from fastai.vision.all import *
 from fastdist import *
 from fastdist.evaluate import mixing
-from compare import cases,sizes
+from compare import cases,sizes,whole_tables
 import learners
 
 class HandNorm(nn.Module):
@@ -212,7 +212,7 @@ def test_what_does_not_mix_is_silent():
 # In shards all ranks make the passes of a trial
 
 in_model = 'norm','spread','attention','experts','second'
-not_in_model = 'batchnorm','attention','noise','own','time','flat','vision','tabular','text_classifier'
+not_in_model = 'batchnorm','attention','noise','own','time','flat','text_classifier',*('vision','tabular')*whole_tables
 
 @sizes
 @cases(**{k:wrong[k] for k in in_model})
@@ -256,6 +256,7 @@ def untried():
     return [ps for _,ps in plain]
 
 @pytest.mark.parametrize('on', ((),(0,),(1,),(1,2),(0,1,2)))
+@pytest.mark.by_default('on0', 'on1', 'on3')
 def test_in_shards_a_rank_that_fails_serves_the_others(on, untried):
     "What mixes is named unless rank 0 fails, and weights are those of a fit without a trial"
     res = on_ranks(partial(fit_in_units, on=on), 3, timeout=60, join=False)
@@ -271,6 +272,7 @@ def fit_few(rank):
     return [o for o in said(learn, shard=True) if 'mixes' in o],[p.detach() for p in learn.model.parameters()]
 
 @pytest.mark.parametrize('fit', (fit_in_units,fit_few))
+@pytest.mark.by_default('fit_in_units')
 def test_in_shards_what_cannot_be_told_on_rank_0_ends_the_trial_on_all(fit, monkeypatch):
     plain = on_ranks(fit, 3, timeout=60, join=False)
     test_eq([len(o) for o,_ in plain], [1,0,0])

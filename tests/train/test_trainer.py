@@ -39,6 +39,7 @@ def seen(rank, seed=None, **kw):
     return learn.seen,learn.steps,weights(learn)
 
 @pytest.mark.parametrize('n,size', [(90,2), (91,3), (117,4)])
+@pytest.mark.by_default('91-3')
 def test_each_sample_once_an_epoch(n, size):
     res = on_ranks(lambda rank: seen(rank, n=n, bs=7), size, join=False)
     data = sorted(tuple(x.tolist()) for x,_ in digits(n=n).dls.train_ds)
