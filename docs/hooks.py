@@ -48,7 +48,7 @@ def _others():
     listed = ''.join(f'- [{o.name}]({o.name}.md)\n' for o in scripts if o.parent.name=='slurm')
     res |= {f'examples/{o.stem}.md':_notebook(o) for o in sorted((pages.root/'examples').glob('*.ipynb'))}
     res['examples/slurm/index.md'] = f'# Scripts for SLURM\n\n{listed}'
-    return res | {o:(pages.root/o).read_text() for o in ('benchmarks/README.md','CONTRIBUTING.md','CHANGELOG.md')}
+    return res | {o:(pages.root/o).read_text().replace('](nbs/', '](') for o in ('benchmarks/README.md','CONTRIBUTING.md','CHANGELOG.md','ROADMAP.md','SECURITY.md')}
 
 def _share_templates(folder):
     "Compile each template of nbconvert once, not for each notebook anew"
