@@ -13,7 +13,11 @@ c.RegexRemovePreprocessor.enabled = True
 c.RegexRemovePreprocessor.patterns = [r'#\| hide']
 
 class NoDirectives(Preprocessor):
-    "Leave out the lines of prose that say what is exported"
+    "Leave out the lines of prose that say what is exported, and name the language of cells"
+    def preprocess(self, nb, resources):
+        nb.metadata['language_info'] = dict(name='python')
+        return super().preprocess(nb, resources)
+
     def preprocess_cell(self, cell, resources, i):
         if cell.cell_type=='markdown': cell.source = re.sub(r'^#\| .*\n', '', cell.source)
         return cell,resources

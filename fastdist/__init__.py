@@ -2,10 +2,11 @@
 
 | name | what it is for |
 |---|---|
-| `learn.distrib_ctx()`, `learn.parallel_ctx()` | train on all ranks of a job; on all GPUs of one process |
+| `learn.distrib_ctx(nprocs=2)`, `learn.distrib_ctx()` | train on two ranks from a script that runs once; on the ranks that a launcher started |
+| `learn.parallel_ctx()` | train on all GPUs of one process |
 | `learn.lean()` | the step of ranks, which does less in Python, for a training in one process |
-| `Accelerator` | start ranks from a script or a notebook, with everything that an Accelerator of Accelerate has |
-| `Checkpoint` | a callback with which a training that is killed goes on |
+| `Accelerator` | run a function or a training loop on ranks, on this machine or on others, with everything that an Accelerator of Accelerate has |
+| `Checkpoint` | a callback with which a killed training resumes |
 | `Timeline`, `DesyncCheck` | callbacks that show which rank is late, and the step after which ranks differ |
 | `Trace`, `Comparison` | a callback that records what the first steps leave; the first difference between two such records |
 | `rank0_first` | call a function on rank 0 first, then on the others: for downloads and caches |

@@ -49,10 +49,20 @@ def test_variables_as_fastai_launch_sets_them(warm, tmp_path):
     with ThreadPoolExecutor(2) as pool: list(pool.map(f, range(2)))
     check('fastai.launch', tmp_path)
 
-def test_plain_python_starts_two_ranks_that_learn(tmp_path):
+def test_plain_python_trains_on_two_ranks(tmp_path):
     out = output(start(sys.executable, digits))
-    assert 'fastdist: 2 ranks on 1 node, cpu over gloo, from fastdist' in out and 'CUDA' not in out
+    assert out.count('valid_loss')==out.count('accuracy: ')==1 and 'CUDA' not in out
     assert float(re.search(r'accuracy: ([\d.]+)', out)[1])>=.95
+
+def _block(path, kind): return re.findall(rf'^```{kind}\n(.*?)^```', path.read_text(), re.M|re.S)
+
+def _rows(out): return [re.sub(r'\d+\.\d+|\d+:\d+', '#', o).split() for o in out.replace('\r', '\n').splitlines() if re.match(r'epoch |\d+ ', o)]
+
+def test_the_script_of_the_readme_prints_what_the_readme_shows(tmp_path):
+    script,terminal = [_block(top/'README.md', o)[0] for o in ('python','console')]
+    (tmp_path/'train.py').write_text(script)
+    test_eq(len([o for o in script.splitlines() if o]), 8)
+    test_eq(_rows(output(start(sys.executable, tmp_path/'train.py'))), _rows(terminal))
 
 def test_notebook_launcher_in_a_script(warm, tmp_path):
     code = f'import sys; sys.path.append({str(here)!r}); import report; from accelerate import notebook_launcher; '
@@ -60,13 +70,13 @@ def test_notebook_launcher_in_a_script(warm, tmp_path):
     check('notebook_launcher', tmp_path)
 
 notebook = """import sys
-sys.path += [{here!r}, {examples!r}]
-import digits, report
+sys.path.append({here!r})
+import learners, report
 from accelerate import notebook_launcher
 from fastai.vision.all import *
 from fastdist import *
 # %%
-digits.get_dls().show_batch()
+learners.vision().dls.show_batch()
 torch.set_num_threads(4)
 (torch.ones(800,800)@torch.ones(800,800)).sum()
 # %%
