@@ -225,10 +225,10 @@ def _stacked(rows):
 
 class Evaluate(JobCallback):
     "Compute metrics, losses and predictions over the samples of all ranks"
-    order = 11.01 # after the trainer, which opens and ends phases
+    order,of_all_ranks = 11.01,True # after the trainer, which opens and ends phases
     def __init__(self, **parts):
         super().__init__(**parts)
-        self.silent,self.ways,self.planned = self.phases.alone,{},[] # `ways`: identity of a metric -> its way to be merged, `None` to be probed again; `planned`: these metrics
+        self.ways,self.planned = {},[] # `ways`: identity of a metric -> its way to be merged, `None` to be probed again; `planned`: these metrics
         self.settled,self.record,self.left,self.dst = [],None,None,None # `dst`: the only rank that gets predictions
 
     def _metrics(self, training=False):

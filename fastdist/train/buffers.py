@@ -30,10 +30,10 @@ _untracked = ('The batch norm {} keeps no running statistics, so in evaluation i
 
 class Buffers(JobCallback):
     "Makes the buffers of all ranks those of one process, or names them in a warning"
-    order = 11.03 # after `GlobalGradients`
+    order,of_all_ranks = 11.03,True # after `GlobalGradients`
     def __init__(self,
         **parts # `phases` and `layout`
-    ): super().__init__(silent=parts['phases'].alone, moved=False, named=set(), **parts)
+    ): super().__init__(moved=False, named=set(), **parts)
 
     def before_train(self):
         "Note that forward passes of training follow"

@@ -98,6 +98,7 @@ def _cast_batch(cb):
     learn = cb.learn
     if not {*map(type, (*learn.xb,*learn.yb))}<={Tensor}: learn.xb,learn.yb = _cast_tensor(learn.xb),_cast_tensor(learn.yb)
 
+_job_events = 'before_batch','after_loss','after_batch' # of a `JobCallback`, which nobody switches off
 _leaner = {TrainEvalCallback.after_batch:_count_batch, CastToTensor.before_batch:_cast_batch}
 
 def _lean_method(cb, event_name):
@@ -118,13 +119,13 @@ def call_of(
     training:bool # Whether the Learner trains at the event
 )->callable: # Called without arguments
     "Return a function that does what `cb(event_name)` does"
-    own = type(cb).__call__ not in (Callback.__call__,JobCallback.__call__) or 'training' in vars(cb) or hasattr(type(cb), 'training')
-    if own or event_name=='after_fit': return partial(cb, event_name)
-    ours,lean,flag = isinstance(cb, JobCallback),_lean_method(cb, event_name),'run'
-    if ours and event_name in of_batch: return lambda: cb.silent() or getattr(cb, event_name)()
+    if isinstance(cb, JobCallback) and event_name in _job_events: return getattr(cb, event_name)
+    has_training = 'training' in vars(cb) or hasattr(type(cb), 'training')
+    if type(cb).__call__ is not Callback.__call__ or has_training or event_name=='after_fit': return partial(cb, event_name)
+    lean,flag = _lean_method(cb, event_name),'run'
     if event_name in _inner_loop: flag = 'run_train' if training else 'run_valid'
     def call():
-        if not cb.run or not getattr(cb, flag) or ours and cb.silent(): return
+        if not cb.run or not getattr(cb, flag): return
         try: lean() if lean else getattr(cb, event_name, noop)()
         except cancels: raise
         except Exception as e: raise _named(e, cb, event_name)
@@ -200,7 +201,7 @@ def answers(
     event_name:str # Event
 )->bool:
     "Return whether `cb` does something at `event_name`"
-    own = type(cb).__call__ is not Callback.__call__ and not isinstance(cb, (WrapperCallback,JobCallback))
+    own = type(cb).__call__ is not Callback.__call__ and not isinstance(cb, WrapperCallback)
     return own or event_name=='after_fit' or hasattr(type(cb), event_name) or event_name in vars(cb)
 
 # %% ../../nbs/701_train.events.ipynb #b634e23f
@@ -272,9 +273,10 @@ class Rank0Calls:
     def call(self,
         event_name:str # Event of an evaluation
     ):
-        "Call all callbacks but the others of rank 0, which report on what all ranks do"
+        "Call all callbacks but those of all ranks, and the others of rank 0, which report on what all ranks do"
         self.save()
         for cb in self.learn.cbs.sorted('order'):
+            if isinstance(cb, JobCallback) and cb.of_all_ranks: continue
             if cb is self.cb or not is_rank0_only(cb): cb(event_name)
 
     def _restore(self, loop):
@@ -296,69 +298,77 @@ class Events:
         job=None # `Job` of the ranks, where there are several
     ):
         self.learn,self.rank,self.job,self.rank0 = learn,rank,job,Rank0Calls(learn)
-        self.planned,self.plans,self.deciders = None,{},set() # callbacks of the plan; event -> who is called; identities of those that decide
+        self.forget()
         self.voting,self.windowed = False,False # whether all ranks are in the same fit or evaluation; whether several batches make a step
         self.at,self.phase,self.tried = 'before_fit',0,[] # `tried`: callbacks and events that `around` has seen in training
-        self.around,self.replaced,self.loss_computed = None,noop,noop # stands around callbacks in training; called where loaders may be others; after a loss
+        self.around = None # called with a callback and an event of training; returns what calls the callback instead, or `None`
+        self.revive,self.replaced,self.loss_computed = noop,noop,noop # called before a fit or an evaluation; where loaders may be others; after a loss
         self.batch = None # `CurrentBatch` of a Learner on several ranks
         self.skipped = {} # callback and event -> epoch and number of each batch that it has cancelled on this rank
 
-    def __getstate__(self): return {**vars(self), 'planned':None, 'plans':{}}
+    def __getstate__(self): return vars(Events(self.learn)) # a copy of the Learner is in no job, and plans for its own callbacks
+
+    def forget(self):
+        "Plan anew from the next event on"
+        self.planned,self.plans,self.deciders = (),{},set() # callbacks of the plan; event -> who is called; identities of those that decide
 
     def __call__(self,
         event_name:str # Event
     ):
         "Call the callbacks for `event_name`, with their votes; raise the error of another rank that has failed"
-        if self.job:
-            self.job.progress.beat += 1
-            if self.job.failures.now: self.job.interrupt.check()
-        if self.rank0.cb: return self.rank0.call(event_name)
+        learn,job,rank0 = self.learn,self.job,self.rank0
+        begins = event_name in _begins and not rank0.cb
+        if begins: self._begin(event_name)
+        if job:
+            job.progress.beat += 1
+            if job.failures.now: job.interrupt.check()
+        if rank0.cb: return rank0.call(event_name)
         if event_name=='after_loss': self.loss_computed()
-        self.at,begins = event_name,event_name in _begins
-        if begins:
-            self.phase,self.plans = self.phase+1,{}
-            self.replaced()
-        for cb,_,call in self.of(event_name):
+        self.at = event_name
+        cbs,key = learn.cbs.items,(event_name, learn.training, self.voting)
+        if len(cbs)!=len(self.planned) or any(map(is_not, cbs, self.planned)): # callbacks may call themselves equal
+            self.planned,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
+        if key not in self.plans: self.plans[key] = [*self._plan(event_name)]
+        for cb,call in self.plans[key]:
             try: call()
             except cancels as e:
                 self.settle(e, f'{type(cb).__name__}.{event_name}')
                 raise
             if begins: self.replaced()
 
-    def of(self,
-        event_name:str # Event
-    )->list: # Triples `(callback, whether ranks vote after it, function that calls it)`
-        "Return the callbacks that do something at `event_name`, in order"
-        cbs,key = self.learn.cbs.items,(event_name, self.learn.training, self.voting)
-        if self.planned is None or len(cbs)!=len(self.planned) or any(map(is_not, cbs, self.planned)): # callbacks may call themselves equal
-            self.planned,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
-        if key not in self.plans: self.plans[key] = [*self._plan(event_name)]
-        return self.plans[key]
+    def _begin(self, event_name):
+        if event_name=='before_fit' and not self.voting: self.revive()
+        self.phase,self.plans = self.phase+1,{}
+        self.replaced()
 
     def _plan(self, event_name):
-        rank0,training = self.rank is not None,self.learn.training
+        "Return pairs of a callback that does something at `event_name` and the function that calls it, in order"
+        if not hasattr(event, event_name): raise Exception(f'missing {event_name}') # as fastai does
+        training = self.learn.training
         for cb in sorted(self.learn.cbs.items, key=attrgetter('order')):
-            own,local = rank0 and is_rank0_only(cb),event_name=='after_batch' and is_local(cb, training and not self.windowed)
+            own = self.rank is not None and is_rank0_only(cb)
+            local = event_name=='after_batch' and is_local(cb, training and not self.windowed)
             votes = self.voting and (local or id(cb) in self.deciders)
-            if not answers(cb, event_name) or own and self.rank and not votes: continue
-            call = partial(self.rank0.run, cb, event_name) if own else self._around(cb, event_name) or call_of(cb, event_name, training)
-            if not own and not training and event_name=='after_batch' and self._is_users(cb): call = partial(self._with_samples, call)
-            yield cb,votes,partial(self._call_and_vote, cb, own, event_name, call) if votes else call
+            elsewhere = own and self.rank and not votes
+            if elsewhere or not answers(cb, event_name): continue
+            call = partial(self.rank0.run, cb, event_name) if own else self._call_of(cb, event_name, training)
+            yield cb,partial(self._call_and_vote, cb, own, event_name, call) if votes else call
 
-    def _is_users(self, cb): return self.batch is not None and ('after_batch' in vars(cb) or not _known(type(cb).__module__))
+    def _call_of(self, cb, event_name, training):
+        known = _known(type(cb).__module__)
+        if self.around and event_name=='after_loss': return self.around(cb, event_name) or call_of(cb, event_name, training)
+        if self.around and training and event_name in _forms and not known and (cb,event_name) not in self.tried:
+            return partial(self._try, cb, event_name)
+        call = call_of(cb, event_name, training)
+        if self.batch is None or training or event_name!='after_batch': return call
+        return call if known and 'after_batch' not in vars(cb) else partial(self._with_samples, call)
 
     def _with_samples(self, call):
         "Make `call` unless the batch is padding: all that was in it, another rank counts"
         if self.batch.part: call()
 
-    def _around(self, cb, event_name):
-        if not self.around: return
-        if event_name=='after_loss': return partial(self.around, cb, event_name)
-        new = self.learn.training and event_name in _forms and (cb,event_name) not in self.tried
-        if new and not _known(type(cb).__module__): return partial(self._try, cb, event_name)
-
     def _try(self, cb, event_name):
-        self.around(cb, event_name)
+        self.around(cb, event_name)()
         self.tried.append((cb,event_name))
         self.plans = {} # the next call is a plain one
 
@@ -378,7 +388,8 @@ def __setattr__(self:Callback, name, value):
     "Set an attribute, as fastai does; a method for an event is in the plan of its Learner at once"
     _set_attr(self, name, value)
     overridden = getattr(self.learn, '__dict__', {}).get('_call_one') if name in _planned else None
-    if isinstance(o := getattr(getattr(overridden, '__self__', None), '_events', None), Events): o.planned = None
+    events = getattr(overridden, '__self__', None)
+    if isinstance(events, Events): events.forget()
 
 # %% ../../nbs/701_train.events.ipynb #d0e8f635
 @patch

@@ -103,13 +103,13 @@ class RegularisationTerms:
         self.judged = {} # id of a callback -> the callback, and whether the old loss is a term of what it makes of it
 
     def around(self,
-        cb:Callback, # Answers `after_loss`
+        cb:Callback, # Answers `after_loss`, and `adds_terms`
         window:Window # Of the fit
     ):
         "Call `cb` after the loss; what it adds to a sum counts once, not once a rank"
         learn,summed = self.learn,self.batch.reduction.kind[0]
         old = vars(learn).get('loss_grad')
-        if not adds_terms(cb) or getattr(old, 'grad_fn', None) is None: return cb('after_loss')
+        if getattr(old, 'grad_fn', None) is None: return cb('after_loss')
         found,node = given(learn, 'after_loss'),old.grad_fn # a change in place gives `old` another one
         if summed: learn.loss_grad = old.clone()
         before = learn.loss_grad.grad_fn
@@ -412,12 +412,12 @@ _own_loss = ('{} may read learn.loss after the backward pass of a batch, which w
 
 class GlobalGradients(JobCallback):
     "Makes gradients and loss of each step those of the global batch"
-    order = 11.02 # after the trainer and `Evaluate`
+    order,of_all_ranks = 11.02,True # after the trainer and `Evaluate`
     def __init__(self,
         sync_each:bool, # Whether gradients are exchanged in each batch of a window
         **parts # `phases` of the Learner, `layout` of its parameters, `batch` that it is at
     ):
-        super().__init__(silent=parts['phases'].alone, **parts)
+        super().__init__(**parts)
         self.passes,self.terms = BackwardPasses(sync_each, **parts),RegularisationTerms(self.phases, self.batch)
         self.others,self.many,self.unsettled = OtherPasses(self.passes),self.phases.world.size>1,self.batch.reduction.unsettled
         self.hooks,self.watched,self.registered,self.probed = ExitStack(),[],[],None # optimizers with a hook; whether something was registered in a module; the model that was probed
@@ -515,13 +515,16 @@ class GlobalGradients(JobCallback):
         if self.unsettled.found and not self.phases.world.rank: self.unsettled.report()
 
     def around(self,
-        cb:Callback, # A user's, or one that adds to the loss
+        cb:Callback, # Of the Learner
         event:str # From 'before_batch' to 'before_backward'
-    ):
-        "Call `cb` before the backward pass of training, and scale what it adds to the loss"
-        if event!='after_loss': self.terms.watch(cb, event)
-        elif self.passes.due: self.terms.around(cb, self.window)
-        else: cb(event)
+    )->callable: # `None` where `cb` is called as it is
+        "Return what calls `cb` before the backward pass of training: it scales what `cb` adds to the loss, and names what mixes samples"
+        if event!='after_loss': return partial(self.terms.watch, cb, event)
+        if adds_terms(cb): return partial(self._around_loss, cb)
+
+    def _around_loss(self, cb):
+        if self.passes.due: self.terms.around(cb, self.passes.window)
+        else: cb('after_loss')
 
     def _on_backward(self, run, t, g, kw):
         at,passes = vars(self.learn),self.passes

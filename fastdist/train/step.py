@@ -29,8 +29,6 @@ from ..parallel.foreach import *
 from ..parallel.context import *
 from .events import *
 
-_events = private('fastai.callback.core:_events')
-
 # %% ../../nbs/703_train.step.ipynb #b41115b4
 _ints = torch.int8,torch.int16,torch.int32
 
@@ -132,7 +130,7 @@ class Lean(OverridingCallback):
     name,_overridden = 'lean_step',('_with_events','_call_one','all_batches') # `learn.lean` is the method
     around_order,gives_way = 1,True
     def _override(self):
-        self._events,self.step = Events(self.learn),LeanStep(self.learn)
+        self._on_call_one,self.step = Events(self.learn).__call__,LeanStep(self.learn)
         if not runs_plainly(self.learn): return
         self.__dict__['_overridden'] = [k for k in type(self)._overridden if is_plain(self.learn, k) and (k=='_with_events' or k not in vars(self.learn))]
         super()._override()
@@ -141,10 +139,6 @@ class Lean(OverridingCallback):
     def _return(self):
         self.step.restore()
         super()._return()
-
-    def _on_call_one(self, event_name):
-        if event_name not in _events: return type(self.learn)._call_one(self.learn, event_name)
-        self._events(event_name)
 
     def _on_with_events(self, run, f, event_type, ex, final=noop):
         if event_type in ('batch','backward','step'): return run_events(self.learn._call_one, f, event_type, ex, final)

@@ -183,7 +183,7 @@ class Training:
         w,learn = job.world,job.learn
         self.job,self.learn,self.desync_check,self.lists = job,learn,desync_check and w.size>1,None
         self.compares = self.dropped = self.announced = False # whether ranks compare in this fit; whether an error ended a step; whether rank 0 has said where ranks train
-        self.events = Events(learn, w.rank, job.control)
+        self.events = Events(learn, w.rank if w.size>1 else None, job.control)
         self.phases = Phases(learn, w, split, lambda: self.events.rank0.cb)
         self.layout,self.seeding = _layout(job, plan, sync_bn, self.phases.alone),None
         self.step = LeanStep(learn, alone=False, device=w.device if plan and plan.offload else None)
@@ -196,6 +196,7 @@ class Training:
         self.evaluate = Evaluate(reduction=batch.reduction, phases=self.phases, batch=batch)
         self.held = Held(learn, w.rank, (self.events.skips,_decided), (Samples(learn),_read))
         if w.size>1: self.events.batch = batch
+        self.events.revive = job.revive if w.size>1 else noop
         self.events.replaced,self.events.loss_computed = self.phases.show,self.gradients.passes.loss_computed
         job.help(self.gradients, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
         if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.gradients.window))
@@ -207,7 +208,8 @@ class Training:
         phases.check_steps()
         counts = first(learn._grab_cbs(GradientAccumulation)) if many or steps>1 else None # it must count the samples of several ranks
         self.gradients.begin(Window(steps, counts))
-        self.events.windowed,self.events.planned,self.events.around = bool(self.gradients.window),None,self.gradients.around if many else None
+        self.events.forget()
+        self.events.windowed,self.events.around = bool(self.gradients.window),self.gradients.around if many else None
         for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, job, phases)
         if many:
             share = phases.share(learn.dls.train)
@@ -397,13 +399,8 @@ class DistributedTrainer(WrapperCallback):
     def _forward(self): return self.parts.layout.forward
     def _goes_through(self): return self.learn.training and not self.parts.layout.bare
 
-    def _on_call_one(self, event_name):
-        events,job = self.parts.events,self.job
-        if job.control is None:
-            if event_name=='after_loss': events.loss_computed()
-            return type(self.learn)._call_one(self.learn, event_name)
-        if event_name=='before_fit' and not events.voting and not events.rank0.cb: job.revive()
-        events(event_name)
+    @property
+    def _on_call_one(self): return self.parts.events.__call__
 
     def _on_batch(self, do_one_batch):
         run,layout = partial(super()._on_batch, do_one_batch),self.parts.layout
