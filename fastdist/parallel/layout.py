@@ -453,25 +453,22 @@ class Replicated(Layout):
 
     def backward(self, run, t, g, numbers):
         "Run the pass; where DDP waits for it, `numbers` travel as the gradient of `carry`"
+        w = self.wrapped
         try:
-            if self.waits: self._backward(run, t, g, numbers)
-            else: run(t, g)
+            if not self.waits: return run(t, g)
+            if g is None: g = self._one(t)
+            ts,gs = [t],[g]
+            if w.looks:
+                ts = w.see(run, t, g)
+                gs = [w.zeros(p) for p in ts]
+            if w.carry is not None:
+                ts.append(w.carry)
+                gs.append(self._numbers(numbers).to(w.carry.dtype))
+            if ts: run(tuple(ts), tuple(gs))
         except RuntimeError as e:
             for text,hint in _hints.items():
                 if text in str(e): add_note(e, hint)
             raise
-
-    def _backward(self, run, t, g, numbers):
-        w = self.wrapped
-        if g is None: g = self._one(t)
-        ts,gs = [t],[g]
-        if w.looks:
-            ts = w.see(run, t, g)
-            gs = [w.zeros(p) for p in ts]
-        if w.carry is not None:
-            ts.append(w.carry)
-            gs.append(self._numbers(numbers).to(w.carry.dtype))
-        if ts: run(tuple(ts), tuple(gs))
 
     def _one(self, t):
         "Return what torch begins the pass over the number `t` from, made once"

@@ -235,6 +235,7 @@ class Norms:
         part:float # Samples of this rank in the next batch, over the mean of all ranks; 0 where they only make the step
     ):
         "Leave out samples that only make the step"
+        if part==self.part: return
         self.part,size = part,this_world().size
         for m,_ in self.swaps: m.padding,m.alone = part==0,part==size
 

@@ -29,6 +29,7 @@ __all__ = ['ModelProxy', 'own_model', 'WrapperCallback', 'ParallelTrainer', 'eac
 import torch
 from contextlib import contextmanager
 from functools import wraps
+from operator import attrgetter
 from threading import get_ident
 from types import MethodType
 from torch import distributed as dist
@@ -114,15 +115,14 @@ class WrapperCallback(OverridingCallback):
             self.unwrap()
 
     def _on_batch(self, do_one_batch):
-        learn = self._learner
-        if self._through is None or not self._goes_through(): return do_one_batch()
-        learn.model = proxy = ModelProxy(learn, self._forward)
+        learn,through = self._learner,self._batch_through()
+        if through is None: return do_one_batch()
+        learn.model = proxy = ModelProxy(learn, through)
         try: do_one_batch()
         finally:
             if learn.model is proxy: learn.model = proxy.model
 
-    def _goes_through(self): return self.learn.training
-    def _forward(self, *args, **kwargs): return self._through(*args, **kwargs)
+    def _batch_through(self): return self._through if self.learn.training else None
 
     def before_fit(self):
         "Call `wrap` when a fit begins; an evaluation calls this event too, and gets no wrapper"
@@ -151,7 +151,7 @@ class ParallelTrainer(WrapperCallback):
         elif not self._said: print(f'fastdist: {n} GPUs here, so the model runs as it is')
         self._said = True
 
-    def _goes_through(self): return True
+    def _batch_through(self): return self._through
 
 # %% ../../nbs/500_parallel.passes.ipynb #d31175dc
 _torchs,_engine = torch.autograd.backward,getattr(torch.autograd, '_engine_run_backward', None)
@@ -283,7 +283,7 @@ def divide_grads(
     if grads: torch._foreach_div_(grads, d)
 
 # %% ../../nbs/500_parallel.passes.ipynb #71fa5fd0
-def _sizes(opt): return [len(ps) for ps in opt.param_lists] if opt else []
+def _sizes(opt): return [*map(len, opt.param_lists)] if opt else []
 
 class Trained:
     "Parameters that a Learner trains, as of when this was made: those of `model`, and those that only `opt` has"
@@ -307,7 +307,7 @@ class Trained:
     )->bool:
         "Return whether the same parameters are still trained; it looks through no modules, so it may be called in each step"
         if model is not self.model or opt is not self.opt: return False
-        return [p.requires_grad for p in self.params]==self.flags and _sizes(opt)==self.sizes
+        return [*map(attrgetter('requires_grad'), self.params)]==self.flags and _sizes(opt)==self.sizes
 
     def has_modules(self,
         modules:list # Of a model

@@ -119,7 +119,7 @@ class RegularisationTerms:
             if summed: learn.loss_grad = old
             return
         if id(cb) not in self.judged: self.judged[id(cb)] = cb,self.judge(cb, term_of(new.grad_fn, node), found, window)
-        if summed and self.judged[id(cb)][1]: learn.loss_grad = scale_terms(new, old, self.batch.scale().share)
+        if summed and self.judged[id(cb)][1]: learn.loss_grad = scale_terms(new, old, self.batch.scale().samples/self.batch.size)
 
     def judge(self,
         cb:Callback, # That has changed the loss
@@ -247,7 +247,7 @@ class BackwardPasses:
         if not self.reduction.note(): self._ask()
 
     def _ask(self):
-        if self.due and not self.reduction.is_told: self.reduction.ask(self.learn if self.batch.part else None)
+        if self.due: self.reduction.ask(self.learn if self.batch.part else None)
 
     def over_loss(self,
         run:callable, # The backward pass, called as `run(t, g)`
@@ -256,10 +256,10 @@ class BackwardPasses:
     ):
         "Run the pass over the loss of the batch, scaled, and send the numbers of the step with its gradients"
         if self.many and _is_constant(t): raise RuntimeError(_constant)
-        self._ask()
+        if not self.reduction.is_told: self._ask()
         self.due,win,layout = False,self.window,self.layout
         with plain(): # fastai's tensor types cost more here than the arithmetic
-            f = self._add(self.batch.scale())
+            f = self._add(self.batch.scale(win.fraction))
             if t.numel()==1 and (isinstance(f, Tensor) or f!=1): g = _times(t, g, f)
         others = (self.added or self.held) and not self.windowed # gradients of all ranks are there
         with aside(layout.trained.active) if others else nullcontext():
@@ -272,32 +272,31 @@ class BackwardPasses:
 
     def _add(self, scale):
         "Add the numbers of a batch to those that are sent; return the factor of its loss"
-        win,learn,means = self.window,self.learn,(1.,1.)
-        if win.callback or self.first and not self.windowed: means = self._means_ahead(scale)
-        if not self.windowed: self.sums,self.fractions = scale.numbers(learn.loss, self.buffer),means[1]
-        else:
-            numbers = scale.numbers(learn.loss)
-            self.losses.numbers.append(numbers)
-            if win.callback: numbers = self._counts(scale)
-            self.sums,self.fractions = self.sums+numbers*win.fraction,self.fractions+win.fraction
-        return win.factor(scale, learn.yb, means)
+        win,learn,n,d = self.window,self.learn,1.,1.
+        if win.callback or self.first and not self.windowed: n,d = self._means_ahead(scale)
+        f = scale.factor(n, d)
+        if not self.windowed:
+            self.sums,self.fractions = scale.numbers(learn.loss, self.buffer),d
+            return f
+        numbers = scale.numbers(learn.loss)
+        self.losses.numbers.append(numbers)
+        if win.callback:
+            numbers = scale.counts(learn.loss.device)
+            f = f*win.callback.n_acc/find_bs(learn.yb) # it has divided by `n_acc` and multiplied by the targets
+        self.sums,self.fractions = self.sums+numbers*win.fraction,self.fractions+win.fraction
+        return f
 
     def _means_ahead(self, scale):
         "Return the means over ranks of samples and denominators where they must be known before the pass, at one all-reduce; else 1"
         multiplied = self.window.callback # it multiplies losses by samples
         if not self.batch.divides_unevenly and not (multiplied and self.reduction.kind[0]): return 1.,1.
-        n,d = all_reduce(self._counts(scale), kind='step')/self.phases.world.size
+        n,d = all_reduce(scale.counts(self.learn.loss.device), kind='step')/self.phases.world.size
         return n if multiplied else 1.,d+(d==0)
-
-    def _counts(self, scale):
-        device = self.learn.loss.device
-        return torch.stack([torch.as_tensor(o, dtype=torch.float32, device=device) for o in (scale.samples,scale.denominator)])
 
     def _read(self, mean):
         "Take the loss from `mean` over ranks of what was sent; return by what gradients are to be divided"
         a,b = mean.tolist() if mean.is_cpu else mean
-        divisor = b/self.fractions
-        self.sums,self.fractions = 0.,0.
+        divisor,self.sums,self.fractions = b/self.fractions,0.,0.
         if not self.windowed: self._set_loss(a/b if isinstance(b, Tensor) or b else math.nan)
         if not self.window.callback: return divisor
         self._count(float(a), float(b))
@@ -340,7 +339,7 @@ class OtherPasses:
         if scale:
             ts = [t] if isinstance(t, Tensor) else list(t)
             gs = [g]*len(ts) if g is None or isinstance(g, Tensor) else list(g)
-            w = scale.weight*self._fraction
+            w = scale.factor()
             g = [_times(o, h, w) for o,h in zip(ts, gs)]
             if not isinstance(scale.weight, Tensor): weight = float(scale.weight!=0)
         with aside(active):
@@ -353,16 +352,14 @@ class OtherPasses:
         if not self.learn.training or self.passes.n or self.phases.alone(): return
         self.layout.check_step()
         scale = self._scale()
-        self._average(self._active(), scale, scale.weight*self._fraction if scale else 1.)
-
-    @property
-    def _fraction(self): return self.passes.window.fraction if self.passes.window.every>1 else 1.
+        self._average(self._active(), scale, scale.factor() if scale else 1.)
 
     def _scale(self):
         "Return the scale of the current batch, `None` outside of one"
+        passes = self.passes
         if not self.phases.running or not self.learn.training: return
-        if vars(self.learn).get('pred') is not None: self.passes._ask()
-        return self.passes.batch.scale()
+        if vars(self.learn).get('pred') is not None and not passes.reduction.is_told: passes._ask()
+        return passes.batch.scale(passes.window.fraction if passes.window.every>1 else 1.)
 
     def _active(self):
         "Return the parameters that are trained at the moment"
@@ -423,9 +420,9 @@ class GlobalGradients(JobCallback):
         self.hooks,self.watched,self.registered,self.probed = ExitStack(),[],[],None # optimizers with a hook; whether something was registered in a module; the model that was probed
 
     @property
-    def window(self):
-        "Accumulation window of the fit"
-        return self.passes.window
+    def accumulates(self):
+        "Whether the batch makes no step, since `gradient_accumulation_steps` batches make one"
+        return self.passes.window.every>1 and not self.passes.window.ends
 
     def begin(self,
         window:Window # Of the fit
@@ -458,12 +455,13 @@ class GlobalGradients(JobCallback):
     def after_put_back(self):
         "Note the smoothed loss, and the samples of a window that is open"
         self.before_train()
-        if self.window.callback: self.window.resume(self.window.callback.count)
+        win = self.passes.window
+        if win.callback: win.resume(win.callback.count)
 
     def wrap(self):
         "Wrap the parameters that the Learner trains now, and watch its backward passes"
-        if self.layout.wrap(self.learn) and self.phases.open: self._set_norms()
-        if self.phases.size==1 and not self.window: return
+        self.layout.wrap(self.learn)
+        if self.phases.size==1 and not self.passes.windowed: return
         if not self.watched:
             self.hooks.enter_context(each_backward(self._on_backward))
             self.hooks.enter_context(each_registration(partial(self.registered.append, True)))
@@ -479,27 +477,19 @@ class GlobalGradients(JobCallback):
         self.registered.clear()
         return self.layout.trained.is_current()
 
-    def _set_norms(self):
-        "Tell norms what part of the global batch the batch is"
-        part = self.batch.part if self.learn.training else 1.
-        if part!=self.layout.norms.part: self.layout.norms.weigh(part)
-
-    def before_batch(self):
-        "Begin a batch"
-        if self.batch.empty:
-            for m in self.learn.metrics: vars(m).pop('accumulate', None) # they were silent for one batch
-        self.batch.begin()
-        if self.learn.training or self.layout.norms.part!=1.: self._set_norms()
+    def before_validate(self):
+        "Evaluate all batches of this rank, whatever the last one of training was"
+        self.batch.empty = False
+        self.layout.norms.weigh(1.)
 
     def run_batch(self,
         run:callable # The Learner's batch, with its forward pass through the wrapper
     ):
         "Run a batch of training"
-        model,passes = own_model(self.learn),self.passes
-        if self.many:
-            self.batch.fill()
-            if self.batch.empty: self._set_norms()
+        model,passes,norms = self.learn.model,self.passes,self.layout.norms
+        self.batch.begin()
         if not self._is_wrapped(model): self.wrap()
+        if norms.swaps: norms.weigh(self.batch.part)
         if self.probed is not model:
             self.probed = model
             _probe_all(model, self.phases, self.layout, self.batch.empty, self.unsettled)

@@ -199,7 +199,6 @@ class Training:
         self.events.revive = job.revive if w.size>1 else noop
         self.events.replaced,self.events.loss_computed = self.phases.show,self.gradients.passes.loss_computed
         job.help(self.gradients, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
-        if job.live.accumulate>1: job.help(AccumulateSteps(lambda: self.gradients.window))
 
     def begin_fit(self):
         "Check that a fit makes steps, set precision and accumulation, and wrap the model"
@@ -207,9 +206,10 @@ class Training:
         phases.fitting = True
         phases.check_steps()
         counts = first(learn._grab_cbs(GradientAccumulation)) if many or steps>1 else None # it must count the samples of several ranks
-        self.gradients.begin(Window(steps, counts))
+        window = Window(steps, counts)
+        self.gradients.begin(window)
         self.events.forget()
-        self.events.windowed,self.events.around = bool(self.gradients.window),self.gradients.around if many else None
+        self.events.windowed,self.events.around = bool(window),self.gradients.around if many else None
         for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, job, phases)
         if many:
             share = phases.share(learn.dls.train)
@@ -395,9 +395,9 @@ class DistributedTrainer(WrapperCallback):
         "Forget the step that the error `e` has ended"
         self.parts.give_up(e)
 
-    @property
-    def _forward(self): return self.parts.layout.forward
-    def _goes_through(self): return self.learn.training and not self.parts.layout.bare
+    def _batch_through(self):
+        layout = self.parts.layout
+        return layout.forward if self._learner.training and layout.through is not None and not layout.bare else None
 
     @property
     def _on_call_one(self): return self.parts.events.__call__
@@ -410,7 +410,9 @@ class DistributedTrainer(WrapperCallback):
     def _on_with_events(self, run, f, event_type, ex, final=noop):
         parts,events,learn = self.parts,self.parts.events,self._learner
         if events.rank0.cb: return events.rank0.evaluate(run, f, event_type, ex, final)
-        if event_type=='step': f = parts.layout.counted(f)
+        if event_type=='step':
+            if parts.gradients.accumulates: raise CancelBatchException
+            f = parts.layout.counted(f)
         if self.lean and event_type in ('batch','backward','step'):
             if event_type=='batch' and (learn.training or parts.layout.gathers): f = partial(self._on_batch, f)
             return run_events(learn._call_one, f, event_type, ex, final, events.settle)

@@ -25,14 +25,14 @@ def loss_and_grad(f, w, x, y):
     l.backward()
     return l.detach().double(),w.grad.double()
 
-def scale_of(f, y, planned, size):
+def scale_of(f, y, planned, size, fraction):
     "The scale of a rank with the targets `y`"
     v = normaliser(f, y)*size/planned if has_normaliser(f) and len(y) else None
-    return BatchScale(len(y)*size/planned, size, is_summed(f), v)
+    return BatchScale(len(y)*size/planned, size, is_summed(f), v, fraction)
 
-def parts(f, w, x, y, ns, planned):
+def parts(f, w, x, y, ns, planned, fraction=1.):
     "Of each rank its scale, its loss and its gradient"
-    return [(scale_of(f, b, planned, len(ns)),*loss_and_grad(f, w, a, b)) for a,b in zip(x.split(ns), y.split(ns))]
+    return [(scale_of(f, b, planned, len(ns), fraction),*loss_and_grad(f, w, a, b)) for a,b in zip(x.split(ns), y.split(ns))]
 
 def of_ranks(found):
     num,den = torch.stack([s.numbers(l.float()) for s,l,_ in found]).double().mean(0)
@@ -72,9 +72,9 @@ def test_a_window_of_batches_is_one_batch(name, batches, every, seed):
     for k,(ns,m) in enumerate(zip(batches, totals)):
         win.plan(Loader(totals), k, len(totals))
         if k%every==0: first,grad,den,scales = lo,0.,0.,0.
-        for s,l,g in parts(f, w, x[lo:lo+m], y[lo:lo+m], ns, m):
+        for s,l,g in parts(f, w, x[lo:lo+m], y[lo:lo+m], ns, m, win.fraction):
             if not s.weight: continue
-            grad,den = grad+win.factor(s, (y,))*g/2,den+s.denominator*win.fraction/2
+            grad,den = grad+s.factor()*g/2,den+s.denominator*win.fraction/2
         scales,lo = scales+win.fraction,lo+m
         if win.ends and counts(f, y[first:lo]):
             test_close(scales, 1.)
@@ -84,14 +84,14 @@ def test_a_window_of_batches_is_one_batch(name, batches, every, seed):
 @settings(max_examples=40, deadline=None)
 @given(names, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 30), st.integers(0, 20), st.integers(0, 99))
 def test_a_batch_under_gradient_accumulation(name, ns, n_acc, fewer, seed):
-    "fastai's callback multiplies the loss of each rank by its own samples over `n_acc`, and in one process by all of them; some were left out of what was planned"
+    "fastai's callback multiplies the loss in one process by all samples over `n_acc`; some were left out of what was planned"
     f,(x,y),w,size = losses[name],samples_of(sum(ns), name, seed),torch.randn(4, 3),len(ns)
     if not counts(f, y): return
     win,planned = Window(callback=GradientAccumulation(n_acc)),sum(ns)+fewer
     win.plan(Loader([planned]), 0, 1)
-    found = parts(f, w, x, y, ns, planned)
+    found = parts(f, w, x, y, ns, planned, win.fraction)
     means = [sum(getattr(s, k) for s,*_ in found)/size for k in ('samples','denominator')] if name!='mean' else (1.,1.)
-    grad = sum(win.factor(s, (torch.zeros(n),), means)*g*n/n_acc for n,(s,_,g) in zip(ns, found) if s.weight)/size
+    grad = sum(s.factor(*means)*g for s,_,g in found if s.weight)/size
     torch.testing.assert_close(grad, loss_and_grad(f, w, x, y)[1]*sum(ns)/n_acc, rtol=1e-5, atol=1e-5)
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20))
