@@ -164,7 +164,7 @@ def test_a_detached_job_comes_home_to_another_process_with_the_weights_of_here(h
     monkeypatch.setenv('FASTDIST_JOBS', str(tmp_path))
     learn,here = learner(),learner()
     job = on(hosts, learn.fit_one_cycle, detach='two')(2, 1e-2)
-    with here.no_bar(), here.no_logging(): Accelerator(nprocs=2, compute_setup='cpu').distribute(here.fit_one_cycle)(2, 1e-2)
+    with here.no_bar(), here.no_logging(): Accelerator(nprocs=2, compute_setup='cpu').distribute(here.fit_one_cycle, start='fork')(2, 1e-2)
     code = "from fastdist import *; job = Accelerator.attach('two'); print(job.wait(100).status); print([p.sum().item() for p in job.result()[0].parameters()])"
     out,_ = run(sys.executable, '-c', code, **os.environ)
     job.result()

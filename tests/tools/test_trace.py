@@ -1,5 +1,5 @@
 "Traces of scripts that are right and of scripts that are wrong, each in a way of its own: a comparison finds the first difference and where it begins, and a traced run touches nothing else"
-import logging,os,pytest,shutil,sqlite3,subprocess,sys
+import logging,os,pytest,re,shutil,sqlite3,subprocess,sys
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -10,6 +10,7 @@ from fastdist import *
 from fastdist.launch.fork import on_ranks
 from fastdist.tools.trace import *
 from fastdist.tools.comparison import *
+from fastdist.check import main
 from compare import cases
 
 xs = torch.randn(90, 6, generator=torch.Generator().manual_seed(1))
@@ -383,12 +384,15 @@ Path('saved').touch()
 """
 
 @pytest.mark.slow
-def test_the_command(tmp_path, monkeypatch):
+def test_the_command(tmp_path, capsys):
     (tmp_path/'train.py').write_text(script)
     def run(*args): return subprocess.run([sys.executable,'-m','fastdist.check',*args], cwd=tmp_path, env={**os.environ, 'PYTHONWARNINGS':'ignore'}, capture_output=True, text=True, timeout=200)
     ran = run('--audit','2','--nprocs','2','--folder',str(tmp_path/'traces'),'--','train.py','count')
     assert ran.returncode==1 and 'first in Hits.n after step 1, with' in ran.stdout, ran
     assert not (tmp_path/'saved').exists()
-    same = run('--compare','traces/one','traces/again') # all but the last digits
-    assert same.returncode==0 and 'traces/again compute what traces/one computes' in same.stdout, same
-    assert run('--compare','traces/one','traces/ranks').returncode==1
+    def compare(*names):
+        with pytest.raises(SystemExit) as e: main(*[str(tmp_path/'traces'/o) for o in names], compare=True)
+        return int(e.value.code)
+    assert compare('one','again')==0 # all but the last digits
+    assert re.search('again compute what .*one computes', capsys.readouterr().out)
+    assert compare('one','ranks')==1
