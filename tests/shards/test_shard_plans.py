@@ -79,6 +79,7 @@ def test_parameters_that_each_rank_holds_whole():
 
 torchs = 'SGD AdamW RMSprop Adagrad Rprop'.split()
 
+@pytest.mark.whole
 def test_optimizers_of_torch():
     runs = [partial(OptimWrapper, opt=getattr(torch.optim, o), **dict(eps=1e-3) if o=='RMSprop' else {}) for o in torchs]
     runs += [partial(OptimWrapper, opt=torch.optim.SGD, momentum=.9, nesterov=True, weight_decay=.1)]

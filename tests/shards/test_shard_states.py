@@ -128,6 +128,7 @@ def costs(rank, path, n, **kw):
     res.subtract(one())
     return +res
 
+@pytest.mark.whole
 def test_quiet_steps_exchange_nothing_and_a_state_little(tmp_path):
     few,many,states = [on_ranks(lambda rank: costs(rank, tmp_path/f'{n}{every}', n, every=every), join=False)[0] for n,every in ((4,50),(16,50),(16,5))]
     test_eq(few, many)

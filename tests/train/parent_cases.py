@@ -210,6 +210,7 @@ def test_what_stays_in_the_scripts_process(tmp_path):
     test_is(parent_context(load_learner(tmp_path/'export.pkl')), None)
 
 @pytest.mark.parametrize('n', [2,3])
+@pytest.mark.by_default('3')
 def test_draws_under_a_seed(n):
     def run(**kw):
         learn = learner()

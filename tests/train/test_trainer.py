@@ -186,6 +186,7 @@ def told(rank, size, cls):
     return learn.told,learn.called
 
 @pytest.mark.parametrize('cls', [Learner,OwnCall,OwnEvents])
+@pytest.mark.by_default('Learner', 'OwnEvents')
 def test_events_are_those_of_one_process(cls):
     one = told(0, 1, cls)
     test_eq((one[1]>0, 'after_cancel_step' in one[0]), (cls is not Learner, True))
@@ -260,6 +261,7 @@ def test_split_batches(): test_eq(on_ranks(split, join=False), [8,8])
 
 def compiled(rank): return weights(run(digits(n=90), dynamo_backend='aot_eager'))
 
+@pytest.mark.whole
 def test_dynamo(): test_eq(*on_ranks(compiled, join=False))
 
 def plain_torch(rank):

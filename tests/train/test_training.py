@@ -40,6 +40,7 @@ def test_callback_counts_samples_of_all_ranks(size):
 
 @pytest.mark.parametrize('size', (1,2,4))
 @pytest.mark.parametrize('kw', (dict(gradient_accumulation_steps=3), dict(gradient_accumulation_plugin=GradientAccumulationPlugin(3, sync_each_batch=True))))
+@pytest.mark.by_default('kw0-1', 'kw1-2')
 def test_steps_give_the_large_batch(size, kw):
     "Of 101 samples 5 are left for the last window of an epoch"
     for n in (101,96):

@@ -210,8 +210,10 @@ def same(mks, **kw):
 def test_gradients_are_those_of_one_process(kind): same(kinds[kind])
 
 @pytest.mark.parametrize('kind', ['text','transformers','others'])
+@pytest.mark.by_default('transformers')
 def test_recomputed_too(kind): same(kinds[kind], again=True)
 
+@pytest.mark.whole
 def test_recomputed_images(): same({k:vision[k] for k in ('resnet','unet')}, again=True)
 
 def normed(rank=None):

@@ -89,6 +89,7 @@ def asked(rank, n, f):
 
 def nothing(p, y): return p.sum()*0
 
+@pytest.mark.whole
 def test_a_loss_that_tells_nothing_is_asked_ever_more_rarely():
     few,many = [on_ranks(lambda rank: asked(rank, n, nothing), join=False)[0] for n in (64,512)]
     assert many-few<20, (few,many)
