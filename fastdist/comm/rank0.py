@@ -200,7 +200,7 @@ def rank0_noted(
     if w.rank: return
     try: notes = _StoreNotes(w)
     except (WorldError,DistError) as e:
-        warn(f'Rank 0 cannot tell the other {w.size-1} when it is done with {name!r}: {e}')
+        warn(f'Rank 0 cannot report to the other {w.size-1} that {name!r} is done: {e}')
         return func()
     return _and_tell(func, notes, key, 0, name)
 

@@ -215,7 +215,7 @@ _own_stats = ('ActivationStats records what a rank\'s own part of the batch puts
 _shown = ('{} was shown the batch of all ranks. HINT: what a callback keeps is of the samples of one rank; let it put what it has for each sample at the Learner (self.learn.mask = ...), '
     'where a metric finds that of all ranks')
 
-_unmerged = ('You use the metric {}, whose state ranks cannot put together ({}), so that it told of the samples of rank 0 alone. '
+_unmerged = ('You use the metric {}, whose state ranks cannot put together ({}), so its value is that of rank 0\'s samples only. '
     'From the next epoch on it gets whole batches, which takes an exchange for each')
 
 def _stacked(rows):

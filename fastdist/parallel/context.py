@@ -115,7 +115,7 @@ _no_main = 'this is not the main thread, which alone signals reach, so nothing i
 def _no_signal():
     "Return why errors of other ranks do not interrupt this one, `None` where they do"
     why = _no_signals if signal_number('SIGURG') is None else None if in_main_thread() else _no_main
-    return why and f'fastdist: {why}; a rank that waits hears of the errors of others when that wait is over'
+    return why and f'fastdist: {why}; a rank that waits receives the errors of others when that wait is over'
 
 # %% ../../nbs/506_parallel.context.ipynb #a863d9b7
 class JobContext:

@@ -152,7 +152,7 @@ class RankAccelerator(JobDescription):
         if k in self.options: return self.options[k]
         if k in _in_head: return _in_head[k]
         if not hasattr(HFAccelerator, k): raise AttributeError(f"neither fastdist's Accelerator nor Accelerate's has {k!r}")
-        raise RuntimeError(f'You ask for {k} in the head of {self._nprocs} ranks, which is no rank. HINT: ask for it in the function that `distribute` runs')
+        raise RuntimeError(f'You ask for {k} in the parent process of {self._nprocs} ranks, which is no rank. HINT: ask for it in the function that `distribute` runs')
 
     def __setattr__(self, k, v):
         plain = k in _own or k[0]=='_' or callable(getattr(type(self), k, None))
