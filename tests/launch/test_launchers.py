@@ -128,8 +128,8 @@ def test_the_notebook_for_two_gpus_in_a_kernel_in_which_much_was_done(tmp_path):
     "Without GPUs its ranks are two processes on the CPU"
     nb = nbformat.read(examples/'kaggle_two_t4.ipynb', 4)
     cells = executed(used + '\n# %%\n'.join(o.source for o in nb.cells if o.cell_type=='code'), tmp_path)
-    one,both,valid,fun = [first(o for o in cells if t in o.source) for t in ('fit_one_cycle(1','distribute(learn','validate','distribute(train')]
-    test_eq([tables(o)[0].count('<tr>') for o in (one,both,fun)], [2,4,4])
+    once,both,valid,fun = [first(o for o in cells if t in o.source) for t in ('nprocs=2): learn.fit','distribute(learn','validate','distribute(train')]
+    test_eq([tables(o)[0].count('<tr>') for o in (once,both,fun)], [4,2,4])
     assert 'fastdist: 2 ranks on 1 node, cpu over gloo' in shown(both)
     loss,acc = json.loads([o['data']['text/plain'] for o in valid.outputs if o.output_type=='execute_result'][0])
     assert acc>.8 and float(fun.outputs[-1]['data']['text/plain'])>.8
