@@ -8,7 +8,7 @@ from fastdist.base.values import copied,same_value
 from fastdist.data.loader import order_state
 from fastdist.state.folder import States
 from fastdist.state.progress import values
-from fastdist.state.resume import fits_done
+from fastdist.state.resume import fits_of
 from fastdist.state.snapshot import LearnerState,named_callbacks
 
 batch,epochs,steps = 12,(2,3),4 # samples of all ranks; epochs of the two fits; steps of an epoch
@@ -52,7 +52,7 @@ class Place(Callback):
 
     def is_here(self, moment):
         b,learn = self.blow,self.learn
-        at = fits_done(learn, self.path/'states'),learn.epoch
+        at = fits_of(learn, self.path/'states').done,learn.epoch
         if at<(b.fit,b.epoch) or (self.path/'struck').exists(): return False
         if moment=='valid': return b.where=='validation'
         return learn.training and (*at,learn.iter)>=(b.fit,b.epoch,b.step) and moment==('before_batch','after_pred','after_backward','after_step','after_batch')[b.n%5]

@@ -10,7 +10,8 @@ from fastai.basics import *
 from fastai.callback.training import GradientAccumulation,GradientClip
 from fastdist import *
 from fastdist.comm.job import Job
-from fastdist.state import checkpoint,dcp,resume
+from fastdist.state import dcp
+from fastdist.state.checkpoint import StateWriter
 from fastdist.state.dcp import map_tensors,stored_tensors
 from collectives import counting
 from compare import whole_tables
@@ -69,13 +70,12 @@ def local(t): return getattr(t, '_local_tensor', t)
 
 def fitted(path, n, mk=plain, opt=Adam, cbs=(), size=2, **how):
     "Fit two epochs of five batches on this rank in shards, unless it ends before step `n`; return weights, losses and the optimizer's state"
-    resume._last.clear()
     set_seed(3)
     dls = DataLoaders.from_dsets(Samples(30), Samples(7, 1), bs=6//size, num_workers=0, device='cpu')
     cbs = [Checkpoint(path, every=1, minutes=None), Until(n), *[o() for o in cbs]]
     learn = Learner(dls, mk(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=opt, lr=.05, cbs=cbs)
     with suppress(InterruptedError), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**dict(shard=True)|how): learn.fit(2)
-    for o in checkpoint._writers.values(): o.wait()
+    learn.checkpoint.writer.wait()
     return learn.model.state_dict(),list(learn.recorder.losses),map_tensors(LearnerState.take(learn, 'opt')['opt'], local)
 
 class InEpochs(Callback):
@@ -110,7 +110,7 @@ class Waits(Callback):
     "Waits for each state, so that none is put off"
     order = 2*Checkpoint.order
     def after_batch(self):
-        for o in checkpoint._writers.values(): o.wait()
+        self.learn.checkpoint.writer.wait()
 
 def costs(rank, path, n, **kw):
     "Collectives and votes that a `Checkpoint` adds to a fit of `n` batches"
@@ -156,7 +156,7 @@ def test_ranks_hold_and_write_their_rows(tmp_path):
 class AwaitsStates(Callback):
     "Begins a step when the state before is written, so that there is one for each step on a slow disk, too"
     def before_batch(self):
-        for o in checkpoint._writers.values(): o.wait()
+        self.learn.checkpoint.writer.wait()
 
 def test_a_disk_that_one_rank_cannot_write_to(tmp_path):
     "The training goes on, the state before stays, and the next is written"
@@ -177,7 +177,7 @@ def test_a_disk_that_one_rank_cannot_write_to(tmp_path):
 
 def test_a_folder_that_not_all_ranks_see(tmp_path):
     def run(rank):
-        if rank: checkpoint.SharedFolder.seen = lambda self: dict(sees=False)
+        if rank: StateWriter.sees = lambda self, folder: False
         with warnings.catch_warnings(record=True) as ws: fitted(tmp_path, 0)
         return [str(w.message) for w in ws if 'A state could not be written' in str(w.message)]
     (said,),own = on_ranks(run, join=False)
