@@ -215,16 +215,8 @@ class Layout:
         "Models that were wrapped in this fit"
         return [trained.model for trained,_ in self.made.values()]
 
-    def covers(self,
-        model:nn.Module, # Trained now
-        opt # The optimizer now
-    )->bool:
-        "Return whether `model` and `opt` are what was wrapped last; called in each step"
-        return self.trained is not None and self.trained.holds(model, opt)
-
     def enter(self, learn): "Lay the parameters of `learn` out; called when the job is joined"
     def leave(self, learn, keep=True): "Undo `enter`; called before the job is left. Where the user has asked for it, and `keep` does, parameters stay as they lie"
-    def renew(self, learn): "Go on with another process group, which has taken the place of one that broke"
     def give_up(self): "Forget the pass that an error has ended"
     def drop(self): "Forget the last forward pass; its gradients are averaged by the caller"
     def rest(self): "Free what forward passes have gathered; called between the phases of an epoch"
@@ -288,14 +280,6 @@ class Layout:
     )->dict: # Name -> tensor or plain value
         "Return what must be the same on all ranks"
         return learner_state(learn)
-
-    def compare(self,
-        learn:Learner, # Its model, loss and optimizer are compared
-        when:str, # In words, for the message
-        beside:dict=None # What ranks may hold otherwise, compared in the same collective
-    )->list: # `beside` of each rank, empty where all have the same
-        "Raise `DesyncError` on all ranks unless they hold what they should"
-        return []
 
 # %% ../../nbs/504_parallel.layout.ipynb #9f23a1af
 class Carrier(nn.Module):
@@ -417,7 +401,9 @@ class Replicated(Layout):
         self.waits = self.bare = self.looks = False # `waits`: whether DDP waits for a backward pass
         self.live.forget()
 
-    def renew(self, learn):
+    def renew(self,
+        learn:Learner # About to fit or to evaluate on all ranks
+    ):
         "Go on from the state of one rank after an error: the process group is another than before, or it was in a context before"
         owner = group_owner()
         before,self.nth = self.nth,owner.made if owner else 0 # the group itself would keep its connections
@@ -517,7 +503,11 @@ class Replicated(Layout):
         self.through.reducer._reset_state()
         self.waits,self.bare = False,True
 
-    def compare(self, learn, when, beside=None):
+    def compare(self,
+        learn:Learner, # Its model, loss and optimizer are compared
+        when:str, # In words, for the message
+        beside:dict=None # What ranks may hold otherwise, compared in the same collective
+    )->list: # `beside` of each rank, empty where all have the same
         "Raise `DesyncError` on all ranks unless model, loss and optimizer are the same to the bit"
         more = ' DesyncCheck(1) tells the step; desync_check=False lets them differ.'
         return compare_replicas(learner_state(learn), when, more=more, beside=beside)

@@ -283,18 +283,17 @@ def divide_grads(
     if grads: torch._foreach_div_(grads, d)
 
 # %% ../../nbs/500_parallel.passes.ipynb #71fa5fd0
-def _sizes(opt): return [*map(len, opt.param_lists)] if opt else []
-
 class Trained:
     "Parameters that a Learner trains, as of when this was made: those of `model`, and those that only `opt` has"
     def __init__(self,
         model:nn.Module, # Without a wrapper
         opt # A Learner's optimizer, or `None`
     ):
-        self.model,self.opt,self.sizes = model,opt,_sizes(opt)
+        lists = opt.param_lists if opt else []
+        self.model,self.opt,self.sizes = model,opt,[*map(len, lists)]
         self.modules,self.own,self.others = [*model.modules()],[*model.parameters()],[]
-        known = {id(p) for p in self.own}
-        for ps in opt.param_lists if opt else []: self.others += [p for p in ps if id(p) not in known]
+        known = {*map(id, self.own)}
+        for ps in lists: self.others += [p for p in ps if id(p) not in known]
         self.params = self.own+self.others
         self.flags = [p.requires_grad for p in self.params]
         self.active = [p for p in self.params if p.requires_grad]
@@ -307,7 +306,8 @@ class Trained:
     )->bool:
         "Return whether the same parameters are still trained; it looks through no modules, so it may be called in each step"
         if model is not self.model or opt is not self.opt: return False
-        return [*map(attrgetter('requires_grad'), self.params)]==self.flags and _sizes(opt)==self.sizes
+        same_sizes = opt is None or [*map(len, opt.param_lists)]==self.sizes
+        return same_sizes and [*map(attrgetter('requires_grad'), self.params)]==self.flags
 
     def has_modules(self,
         modules:list # Of a model

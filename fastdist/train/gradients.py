@@ -233,21 +233,24 @@ class BackwardPasses:
         self.window,self.windowed,self.exchanges = window,bool(window),True # `exchanges`: whether gradients are exchanged in this batch
         self.first,self.held = True,False # whether the fit has had no pass over a loss; whether there are gradients of a batch without a step
         self.due,self.n,self.added = False,0,False # whether the pass over the loss is to come; passes of the batch; whether one came before that
+        self.told = False # whether it is known how the loss of the batch reduces
         self.sums,self.fractions,self.loss = 0.,0.,None # numbers to send, and fractions of their batches; the loss of all ranks
 
     def begin_batch(self):
         "Begin a batch, whose loss has no pass yet"
-        self.due,self.n = True,0
+        self.due,self.n,self.told = True,0,False
         if not self.windowed: return
         self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
         self.exchanges = self.window.ends or self.sync_each
 
     def loss_computed(self):
         "Note the loss function that has computed the batch's loss, and find out how it reduces"
-        if not self.reduction.note(): self._ask()
+        self.told = self.reduction.note()
+        if self.due and not self.told: self.ask()
 
-    def _ask(self):
-        if self.due: self.reduction.ask(self.learn if self.batch.part else None)
+    def ask(self):
+        "Find out how the loss of the batch reduces, unless that is known"
+        if not self.reduction.is_told: self.reduction.ask(self.learn if self.batch.part else None)
 
     def over_loss(self,
         run:callable, # The backward pass, called as `run(t, g)`
@@ -256,7 +259,7 @@ class BackwardPasses:
     ):
         "Run the pass over the loss of the batch, scaled, and send the numbers of the step with its gradients"
         if self.many and _is_constant(t): raise RuntimeError(_constant)
-        if not self.reduction.is_told: self._ask()
+        if not self.told: self.ask()
         self.due,win,layout = False,self.window,self.layout
         with plain(): # fastai's tensor types cost more here than the arithmetic
             f = self._add(self.batch.scale(win.fraction))
@@ -358,13 +361,14 @@ class OtherPasses:
         "Return the scale of the current batch, `None` outside of one"
         passes = self.passes
         if not self.phases.running or not self.learn.training: return
-        if vars(self.learn).get('pred') is not None and not passes.reduction.is_told: passes._ask()
+        if passes.due and vars(self.learn).get('pred') is not None: passes.ask()
         return passes.batch.scale(passes.window.fraction if passes.window.every>1 else 1.)
 
     def _active(self):
         "Return the parameters that are trained at the moment"
         now = own_model(self.learn),self.learn.opt
-        return (self.layout.trained if self.layout.covers(*now) else Trained(*now)).active
+        trained = self.layout.trained
+        return (trained if trained.holds(*now) else Trained(*now)).active
 
     def _average(self, active, scale, weight):
         "Replace this rank's gradients by the mean over ranks, multiplied by `weight` before"
@@ -472,10 +476,11 @@ class GlobalGradients(JobCallback):
 
     def _is_wrapped(self, model):
         "Return whether the layout knows what the Learner trains now; it looks through the model only after something was registered in a module"
-        if not self.layout.covers(model, self.learn.opt): return False
+        trained = self.layout.trained
+        if not trained.holds(model, self.learn.opt): return False
         if not self.registered: return True
         self.registered.clear()
-        return self.layout.trained.is_current()
+        return trained.is_current()
 
     def before_validate(self):
         "Evaluate all batches of this rank, whatever the last one of training was"

@@ -94,7 +94,8 @@ class Phases:
     @property
     def source(self):
         "Loader from which batches come: `learn.dl`, or the share if a callback put something around it"
-        share = self.running and self.running.dl
+        ph = self.running
+        share = ph and ph.dl
         return self.learn.dl if share is None or share.in_step else share
 
     def share(self,

@@ -175,8 +175,9 @@ class CurrentBatch:
     )->BatchScale:
         "Return the scale of this rank's batch, by its samples and targets of now; once a fit, ranks exchange how many targets a sample has"
         learn,dl,size,(summed,counts) = self.learn,self.phases.source,self.size,self.reduction.kind
-        total,samples = batch_total(dl, learn.iter),0. if self.empty else getattr(dl, 'weights', {}).get(learn.iter, 1.)
-        if samples and isinstance(dl, DistributedDL) and (dl.deal.bs or learn.iter in dl.totals):
+        shared,samples = isinstance(dl, DistributedDL),0. if self.empty else getattr(dl, 'weights', {}).get(learn.iter, 1.)
+        total = dl.total(learn.iter) if shared else batch_total(dl, learn.iter)
+        if samples and shared and (dl.deal.bs or learn.iter in dl.totals):
             planned = round(samples*total/size)
             n = size_now(learn.xb, learn.yb, planned)
             if n!=planned: samples = n*size/total

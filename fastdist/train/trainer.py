@@ -184,7 +184,7 @@ class Training:
         self.job,self.learn,self.desync_check,self.lists = job,learn,desync_check and w.size>1,None
         self.compares = self.dropped = self.announced = False # whether ranks compare in this fit; whether an error ended a step; whether rank 0 has said where ranks train
         self.events = Events(learn, w.rank if w.size>1 else None, job.control)
-        self.phases = Phases(learn, w, split, lambda: self.events.rank0.cb)
+        self.phases = Phases(learn, w, split, partial(getattr, self.events.rank0, 'cb'))
         self.layout,self.seeding = _layout(job, plan, sync_bn, self.phases.alone),None
         self.step = LeanStep(learn, alone=False, device=w.device if plan and plan.offload else None)
         if seed is not None:
