@@ -343,7 +343,7 @@ class Events:
 
     def _plan(self, event_name):
         "Return pairs of a callback that does something at `event_name` and the function that calls it, in order"
-        if not hasattr(event, event_name): raise Exception(f'missing {event_name}') # as fastai does
+        if self.rank is None and not hasattr(event, event_name): raise Exception(f'missing {event_name}') # as fastai does
         training = self.learn.training
         for cb in sorted(self.learn.cbs.items, key=attrgetter('order')):
             own = self.rank is not None and is_rank0_only(cb)
