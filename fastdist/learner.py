@@ -122,17 +122,25 @@ def to_distributed(self:Learner,
     keep_sharded=False, # Whether the model stays in shards after `detach_distributed`
     seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
     nprocs=None, # Number of ranks that calls of this Learner run on, 'auto' for one a GPU, in a script that runs once; a launcher starts them by default
+    hosts=None, # Destinations for `ssh` on which these ranks run
+    engine=None, # What else starts them: an executor of `submitit`, or 'ray'
+    python=None, # Interpreter on `hosts`; the path of this one by default
+    compute_setup='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
     check_known(kwargs, Learner.to_distributed)
-    n,kwargs = ranks_wanted(nprocs, this_world(), kwargs)
+    w = this_world()
+    n = ranks_wanted(nprocs, w)
+    job = parent_job(n, w, compute_setup, hosts, engine, python)
+    if (n or 1)>1 and 'dataloader_config' not in kwargs: kwargs = dict(split_batches=True)|kwargs
+    if compute_setup=='cpu': kwargs['cpu'] = True
     cb = DistributedTrainer(sync_bn, patience, desync_check, shard, keep_sharded, seed, **kwargs)
     self.detach_distributed()
-    if n==1: return self.add_cb(cb)
+    if not job: return self.add_cb(cb)
     if keep_sharded: raise OptionError('keep_sharded', True, 'ranks end after each call, and the Learner returns whole. HINT: leave it out')
     options = dict(sync_bn=sync_bn, patience=patience, desync_check=desync_check, shard=shard, seed=seed)
-    ParentContext(self, n, options|kwargs).__enter__()
+    ParentContext(self, job, options|kwargs).__enter__()
     return self
 
 @patch
@@ -154,16 +162,21 @@ def distrib_ctx(self:Learner,
     keep_sharded=False, # Whether the model stays in shards after the context
     seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
     nprocs=None, # Number of ranks that calls of this Learner run on, 'auto' for one a GPU, in a script that runs once; a launcher starts them by default
+    hosts=None, # Destinations for `ssh` on which these ranks run
+    engine=None, # What else starts them: an executor of `submitit`, or 'ray'
+    python=None, # Interpreter on `hosts`; the path of this one by default
+    compute_setup='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
     **kwargs
 ):
     "Train on all ranks of the job inside the context, which yields the Learner; one inside of another is part of it"
     check_known(kwargs, Learner.distrib_ctx)
+    options = sync_bn,patience,desync_check,shard,keep_sharded,seed,nprocs,hosts,engine,python,compute_setup
     if parent_context(self) or any(o.entered for o in self._grab_cbs(DistributedTrainer)):
-        _check_part(sync_bn, patience, desync_check, shard, keep_sharded, seed, nprocs, **kwargs)
+        _check_part(*options, **kwargs)
         yield self
         return
     try:
-        with blamed(self.to_distributed(sync_bn, patience, desync_check, shard, keep_sharded, seed, nprocs, **kwargs)): yield self
+        with blamed(self.to_distributed(*options, **kwargs)): yield self
     finally: self.detach_distributed()
 
 # %% ../nbs/900_learner.ipynb #d961bb68

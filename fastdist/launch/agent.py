@@ -45,6 +45,7 @@ from fastcore.all import *
 from ..base.at_fork import *
 from ..base.overrides import *
 from .world import *
+from .pickling import *
 from .fork import *
 
 # %% ../../nbs/015_launch.agent.ipynb #3f35a587
@@ -228,7 +229,7 @@ class Agent:
     ):
         self.link,self.call,self.own_gpus,self.patience = link,call,own_gpus,patience
         self.sel,self.running,self.ended,self.meeting,self.d = selectors.DefaultSelector(),[],[],None,None
-        self.silent,self.over = 0,False
+        self.silent,self.over,self.kept = 0,False,None
 
     def serve(self, **hello):
         "Send `hello`, and do what the parent process requests until it requests the end; raise `ParentGone` if it ends before"
@@ -297,12 +298,24 @@ class Agent:
         job,kinds = self.job,['out','err']
         if job['shows']: kinds.append('show')
         _go_to(job['folder'], job['path'])
+        call = self._kept_call() if job['keeps'] else self.call
         for i,(rank,place) in enumerate(job['of'].items()):
             env = os.environ | job['env'] | place
             if self.own_gpus: env['DEFAULT_GPU'] = str(i)
-            o = LocalRank(int(rank), self.d, env, self.call, kinds)
+            o = LocalRank(int(rank), self.d, env, call, kinds)
             self.running.append(o)
             for kind in kinds: self.sel.register(o.pipes[kind], selectors.EVENT_READ, partial(self._copy, o, kind))
+
+    def _kept_call(self):
+        "Return what ranks call, made of what came and of what this process has kept; an error is for the ranks to raise"
+        try:
+            (fun,state),script = read(self.d/'call')
+            script.install()
+            self.kept,call = fun(self.kept)
+        except Exception as e:
+            error,state = e,None
+            def call(rank): raise error
+        return (call,state),None
 
     def _copy(self, o, kind):
         "Send new output of a rank; return whether there may be more"

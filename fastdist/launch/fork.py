@@ -214,6 +214,7 @@ class Failure:
         if isinstance(e, RankError) and e.shown: self.of = e.rank,e.msg
         self.broken,self.signum = is_broken(e),getattr(e, 'signum', None)
         self.exit = [e.code] if isinstance(e, SystemExit) else None
+        self.unfinished = getattr(e, 'unfinished', None) # what the rank has had until then, where its function says
         self.own = not (self.of or self.broken or self.signum) # whether no other rank and no signal has caused it
 
 # %% ../../nbs/009_launch.fork.ipynb #20859c1f

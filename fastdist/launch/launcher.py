@@ -245,11 +245,13 @@ class Ranks:
         "Return the first error that was not caused by another rank, or the `SystemExit` of a rank that ended the program"
         found = sorted(map(read, self.d.glob('failure*')), key=attrgetter('time'))
         own,failed = [o for o in found if o.own],[o for o in self.all if o.exitcode]
-        if own: return self._first_of(own)
-        if not failed: return Preempted(found[0].signum)
         gone = [o for o in failed if not (self.d/f'failure{o.rank}').exists()]
-        if gone: return self._gone(gone[0])
-        return self._error(*(found[0].of or (found[0].rank, found[0].text)))
+        if own: res = self._first_of(own)
+        elif not failed: res = Preempted(found[0].signum)
+        elif gone: res = self._gone(gone[0])
+        else: res = self._error(*(found[0].of or (found[0].rank, found[0].text)))
+        res.unfinished = first(o.unfinished for o in sorted(found, key=attrgetter('rank')) if o.unfinished)
+        return res
 
     def _first_of(self, own):
         n,first_ = len(self.all),own[0]
@@ -556,20 +558,21 @@ class Launcher:
         places = [{w.rank:_place(w, addr, port, way) for w in ws} for ws,way in zip(worlds, ways)]
         return places,dict(files=None, path=own_path(), env=env)
 
-    def _start(self, fun, ranks, worlds, screen, results):
+    def _start(self, fun, ranks, worlds, screen, results, keeps):
         "Let the agents start ranks, which call `fun`"
         call = ranks.d/'call'
         if getattr(self.engine, 'start', '')!='fork': write_call(fun, call)
         places,job = self._places(worlds, ranks.d)
         heard = [o.rank for o in ranks.all if screen.shows(o.rank)]
-        job |= dict(folder=os.getcwd(), heard=heard, shows=bool(screen.publish), results=results)
+        job |= dict(folder=os.getcwd(), heard=heard, shows=bool(screen.publish), results=results, keeps=keeps)
         for o,of in zip(self.agents, places):
             o.link.send('run', of=of, **job)
             if not self.here: o.link.send_file('call', call)
 
     def run(self,
         fun:callable, n:int, all_ranks:bool=False, show_all:bool=False, returns:bool=False, # As for `start_ranks`
-        died:list=None # As for `passed_on`
+        died:list=None, # As for `passed_on`
+        keeps:bool=False # Whether agents call `fun` with what it returned the last time, and it returns that and what ranks call
     ): # As `start_ranks` returns
         "Start `n` ranks that call `fun`, and wait for them"
         todo,wanted = SimpleQueue(),list(range(n if all_ranks else 1))
@@ -581,7 +584,7 @@ class Launcher:
                 ranks.all += o.ranks.values()
             ranks.all.sort(key=lambda o: o.rank)
             try:
-                self._start(fun, ranks, worlds, screen, wanted)
+                self._start(fun, ranks, worlds, screen, wanted, keeps)
                 with passed_on(ranks.all, ifnone(died, [])), first_interrupt(ranks.all, returns): ranks.wait(10 if returns else 1)
             except BaseException as e:
                 if isinstance(e, KeyboardInterrupt): everywhere(e)

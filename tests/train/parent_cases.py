@@ -7,6 +7,7 @@ from fastai.callback.all import *
 from fastai.vision.core import TensorImage
 from fastdist import *
 from fastdist.train.parent import parent_context
+from fastdist.launch.launcher import ThisNode
 from fastcore.test import test_close,test_eq,test_is
 from learners import digits,tabular
 from procs import await_that
@@ -67,6 +68,10 @@ def test_all_is_as_without_it(size): check(size)
 
 def test_a_model_in_shards(): check(2, shard=True)
 
+def test_on_agents(): check(2, engine=ThisNode(None))
+
+def test_a_model_in_shards_on_agents(): check(2, shard=True, engine=ThisNode(None))
+
 def test_a_checkpoint(tmp_path): check(2, lambda: [Checkpoint(tmp_path/'states')])
 
 class Slots:
@@ -96,6 +101,8 @@ class WritesAll(Callback):
         "Return what has changed, as texts"
         self.file.close()
         return [self.slots.k, list(self.odict), self.queue, *self.arrays, *self.tensors, self.frame.a.tolist(), Path(self.file.name).read_text()]
+
+agents = pytest.mark.parametrize('kw', [{},dict(engine=ThisNode(None))], ids=['fork','agents'])
 
 def test_objects_of_many_kinds(tmp_path):
     def run(name, **kw):
@@ -269,8 +276,8 @@ def test_how_many_ranks(monkeypatch):
         with pytest.raises(OptionError, match="integer of at least 1, or 'auto'"): learn.to_distributed(nprocs=o)
     with pytest.raises(OptionError, match='keep_sharded'): learn.to_distributed(nprocs=2, shard=True, keep_sharded=True)
     monkeypatch.setenv('FASTDIST_NPROCS', '3')
-    with learn.distrib_ctx(): test_eq(parent_context(learn).n, 3)
-    with learn.distrib_ctx(nprocs=2), learn.distrib_ctx(): test_eq(parent_context(learn).n, 2)
+    with learn.distrib_ctx(): test_eq(parent_context(learn).job.nprocs, 3)
+    with learn.distrib_ctx(nprocs=2), learn.distrib_ctx(): test_eq(parent_context(learn).job.nprocs, 2)
     monkeypatch.setenv('FASTDIST_NPROCS', '1')
     with learn.distrib_ctx(): test_is(parent_context(learn), None)
 
