@@ -488,9 +488,10 @@ class SentObjects(Changes):
         pickler = noting(_Pickler, '', call)(f, **found.how)
         pickler.dump((call,found.changed))
         while new := pickler.modules-{*self.variables,*modules}:
-            modules |= {k:self._variables(k, found) for k in new}
-            pickler.dump(modules)
-        pickler.dump((modules,sorted(pickler.used),pickler.script))
+            more = {k:self._variables(k, found) for k in new}
+            pickler.dump(more) # which may lead to other modules
+            modules |= more
+        pickler.dump((sorted(pickler.used),pickler.script))
         res = found.message(f.getvalue())
         self._share(call, modules, pickler.used, [o for _,o in sorted(pickler.memo.copy().values(), key=itemgetter(0))])
         self.looked = [o for o in reachable(*self.roots, data=True)[1] if id(o) in self.places]
@@ -513,9 +514,11 @@ class SentObjects(Changes):
     ): # The call
         "Do here what was done in the other process"
         with torch.no_grad(): call,unpickler = self._load(*message)
-        res = unpickler.load()
-        while isinstance(res, dict): res = unpickler.load()
-        modules,names,script = res
+        modules,more = {},unpickler.load()
+        while isinstance(more, dict):
+            modules |= more
+            more = unpickler.load()
+        names,script = more
         script.install()
         for k,(v,_) in modules.items(): vars(import_module(k)).update(v)
         self._share(call, modules, names, [o for _,o in sorted(unpickler.memo.copy().items())])

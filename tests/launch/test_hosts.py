@@ -35,13 +35,27 @@ class Counts(Callback):
     def __init__(self): self.n = 0
     def after_batch(self): self.n += 1
 
-def learner():
+def learner(bs=5):
     set_seed(0)
     its = Rows(rows())
-    dls = DataLoaders(DataLoader(its[:40], bs=5, shuffle=True, num_workers=1), DataLoader(its[40:], bs=5, num_workers=1))
+    dls = DataLoaders(DataLoader(its[:40], bs=bs, shuffle=True, num_workers=1), DataLoader(its[40:], bs=5, num_workers=1))
     return Learner(dls, nn.Sequential(nn.Linear(2,4), nn.Tanh(), nn.Linear(4,1)), loss_func=MSELossFlat(), metrics=mae, cbs=Counts())
 
 def on(hosts, f, n=2, **kw): return Accelerator(nprocs=n, compute_setup='cpu', hosts=hosts.names).distribute(f, **kw)
+
+def test_the_script_runs_once(hosts):
+    def trained(**kw):
+        learn = learner(6)
+        learn.dls.valid.bs = 4
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+            learn.fit(1)
+            learn.model[0].bias.data.add_(1) # between two calls, here
+            learn.fit(1)
+            preds = learn.get_preds()[0]
+        return [preds, *learn.model.parameters(), tensor(learn.recorder.values)],learn.counts.n
+    one,two = trained(),trained(nprocs=2, hosts=hosts.names, compute_setup='cpu')
+    for a,b in zip(one[0], two[0]): torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+    assert one[1]==two[1] and not agents()
 
 def place(): return int(os.environ['RANK']),os.environ['GROUP_RANK'],os.environ['MASTER_ADDR'],os.environ['GLOO_SOCKET_IFNAME']
 
