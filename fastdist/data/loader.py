@@ -47,7 +47,7 @@ class DistributedDL(TfmdDL):
         rank:int=None, # This rank; the process's by default
         world_size:int=None, # Number of ranks; the job's by default. With `rank` and `world_size` no process group is needed
         device=None, # Device of the batches; `dl`'s by default
-        of_rank:callable=noop # Returns the batch size of a rank from that of `dl`; the same by default
+        splits:bool=False # Whether the batch of `dl` is that of all ranks; each rank's by default
     ):
         self.seeding = dl.seeding if isinstance(dl, DistributedDL) else None # with a seed: tells the place of a pass, and runs batch transforms
         self.dl = dl = dl.dl if isinstance(dl, DistributedDL) else dl
@@ -55,7 +55,7 @@ class DistributedDL(TfmdDL):
         w = this_world() if self._in_job else World()
         self.rank,self.world_size = ifnone(rank, w.rank),ifnone(world_size, w.size)
         World(self.rank, self.world_size) # Raise `WorldError` unless they go together
-        self._of_rank,self.weights,self.totals,self._pass,self._next = of_rank,{},{},Pass(),Pass()
+        self._splits,self.weights,self.totals,self._pass,self._next = splits,{},{},Pass(),Pass()
         if device is not None or isinstance(dl, TorchLoader): self.device = device
         self.follow()
 
@@ -63,10 +63,10 @@ class DistributedDL(TfmdDL):
         "Return the source of this rank's batches, as `dl` is now"
         bs,drop_last = batching(self.dl)
         seeded = self.seeding is not None
-        ranks = Division(self.rank, self.world_size, self.slicing, self.slicing and self.world_size==1 and not seeded, seeded)
+        ranks = Division(self.rank, self.world_size, self.slicing, self.slicing and self.world_size==1 and not seeded, seeded, self._splits)
         ways = own_ways(self.dl, ranks.alone)
-        if ways: return Whole(self.dl, StreamDeal(replace(ranks, slicing=True), n_samples(self.dl), self._of_rank(bs), drop_last), ways)
-        return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, self._of_rank(bs), drop_last)
+        if ways: return Whole(self.dl, StreamDeal(replace(ranks, slicing=True), n_samples(self.dl), bs, drop_last), ways)
+        return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, bs, drop_last)
 
     def follow(self):
         "Take over the present settings of `dl`; keep persistent data workers unless their settings have changed"
@@ -174,7 +174,7 @@ class DistributedDL(TfmdDL):
         **kwargs # As for `TfmdDL.new`
     ):
         "Return this rank's share of `dl.new(dataset, **kwargs)`"
-        res = type(self)(self.dl.new(dataset, **kwargs), self.rank, self.world_size, self.device, self._of_rank)
+        res = type(self)(self.dl.new(dataset, **kwargs), self.rank, self.world_size, self.device, self._splits)
         res._in_job,res.in_step,res.seeding = self._in_job,self.in_step,self.seeding
         return res
 

@@ -95,18 +95,19 @@ def block(
 # %% ../../nbs/200_data.sharding.ipynb #40a2e71a
 def slices(
     n:int, # Samples in the global order
-    bs:int, # Samples of one rank in a step
+    g:int, # Samples in a global batch
     rank:int, # This rank
     size:int, # World size
     drop_last:bool=False # Whether to leave out a ragged last batch
-)->np.ndarray: # Positions in the global order, in batches of `bs` except the last
-    "Return the `rank`-th slice of each global batch of `size*bs` samples of `n`; the first sample of a batch where it has no part of it"
-    steps,m = divmod(n, bs*size)
+)->np.ndarray: # Positions in the global order, in batches of as many samples except the last
+    "Return the `rank`-th slice of each global batch of `g` samples of `n`; the first sample of a batch where it has no part of it"
+    steps,m = divmod(n, g)
+    own = range(g)[share_of(g, rank, size)]
     last = range(0) if drop_last or not m else range(n-m, n)[share_of(m, rank, size)]
-    res = np.empty(steps*bs+len(last), dtype=int_type(n))
-    firsts = np.arange(rank*bs, steps*bs*size, bs*size, dtype=res.dtype)
-    np.add(firsts[:,None], np.arange(bs, dtype=res.dtype), out=res[:steps*bs].reshape(steps, bs))
-    res[steps*bs:] = last
+    res = np.empty(steps*len(own)+len(last), dtype=int_type(n))
+    firsts = np.arange(0, steps*g, g, dtype=res.dtype)
+    np.add(firsts[:,None], np.array(own, dtype=res.dtype), out=res[:steps*len(own)].reshape(steps, len(own)))
+    res[steps*len(own):] = last
     return res
 
 # %% ../../nbs/200_data.sharding.ipynb #5029cbd0
@@ -212,6 +213,7 @@ class Division:
     slicing:bool=True # Whether a rank has a slice of each global batch; one contiguous block otherwise
     alone:bool=False # Whether one process makes the batches just as the loader itself does
     seeded:bool=False # Whether the random numbers of each sample come from its position in the global order
+    splits:bool=False # Whether the loader's batch is the global batch; each rank's otherwise
 
 # %% ../../nbs/200_data.sharding.ipynb #5d2debb1
 class Deal:
@@ -220,21 +222,26 @@ class Deal:
     def __init__(self,
         ranks:Division, # Ranks that share the order
         n:int, # Samples in it; `None` if unknown
-        bs:int=None, # Samples of one rank in a step; 1 if `None`
+        bs:int=None, # Samples of a batch of the loader; 1 if `None`
         drop_last:bool=False # Whether a ragged last batch is left out
     ):
-        self.ranks,self.n,self.bs,self.drop_last = ranks,n,bs,drop_last
-        self.each = bs or 1
-        self.g = self.each*ranks.size
+        self.ranks,self.n,self.of_loader,self.drop_last = ranks,n,bs,drop_last
+        self.g = (bs or 1)*(1 if ranks.splits else ranks.size) # samples of a full step, of all ranks
+        own = share_of(self.g, ranks.rank, ranks.size)
+        self.each = own.stop-own.start # of them this rank's
+        self.bs = bs and self.each
         self.weights,self.totals = {},{}
-        if self.counted and ranks.slicing and n and n%self.g: self.weigh(n//self.g, n%self.g)
+        if not (self.counted and ranks.slicing and n): return
+        if self.g%ranks.size:
+            for k in range(n//self.g): self.weigh(k, self.g)
+        if n%self.g: self.weigh(n//self.g, n%self.g)
 
     @property
-    def settings(self): return type(self),self.ranks,self.n,self.bs,self.drop_last
+    def settings(self): return type(self),self.ranks,self.n,self.of_loader,self.drop_last
 
     def of(self, idxs):
         "Return the deal of the order `idxs`"
-        return type(self)(self.ranks, len(idxs), self.bs, self.drop_last)
+        return type(self)(self.ranks, len(idxs), self.of_loader, self.drop_last)
 
     def own(self, idxs):
         "Return this rank's part of the order `idxs`"
@@ -247,7 +254,7 @@ class Deal:
 
     def _places(self, rank):
         r = self.ranks
-        return slices(self.n, self.each, rank, r.size, self.drop_last) if r.slicing else block(self.n, rank, r.size)
+        return slices(self.n, self.g, rank, r.size, self.drop_last) if r.slicing else block(self.n, rank, r.size)
 
     def positions(self,
         rank:int # Any rank
@@ -306,7 +313,7 @@ class StreamDeal(Deal):
         self.read.append(m)
         self.weights.pop(k, None)
         self.totals.pop(k, None)
-        if m!=self.g: self.weigh(k, m)
+        if m!=self.g or m%self.ranks.size: self.weigh(k, m)
 
     def n_steps(self):
         "Return the number of global batches read so far"

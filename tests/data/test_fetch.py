@@ -59,7 +59,7 @@ def same_on_two(dl):
     def run(batches):
         seed()
         return seen(batches, epochs=1)[0]
-    for r in range(2): test_eq(run(StepDL(dl, r, 2)), run(batches(slices(dl.n, dl.bs, r, 2, dl.drop_last))))
+    for r in range(2): test_eq(run(StepDL(dl, r, 2)), run(batches(slices(dl.n, 2*dl.bs, r, 2, dl.drop_last))))
 
 Point = namedtuple('Point', 'x y')
 leaves = dict(row=lambda i: torch.randn(3), number=lambda i: tensor(i), strided=lambda i: torch.randn(3, 2).t(),

@@ -34,7 +34,7 @@ def steps(pos, bs): return [pos[i:i+bs].tolist() for i in range(0, len(pos), bs)
 def unpadded(n, bs, rank, size, drop=False):
     full,m = divmod(n, bs*size)
     lo,hi = part(0 if drop else m, rank, size)
-    return slices(n, bs, rank, size, drop)[:full*bs+hi-lo]
+    return slices(n, bs*size, rank, size, drop)[:full*bs+hi-lo]
 
 @given(counts, bss, sizes, booleans())
 def test_slices_of_a_step_are_the_batch_of_one_process(n, bs, size, drop):
@@ -47,10 +47,21 @@ def test_slices_of_a_step_are_the_batch_of_one_process(n, bs, size, drop):
 @given(counts, bss, sizes, booleans())
 def test_padding_makes_the_same_steps_and_adds_one_sample_at_most(n, bs, size, drop):
     for r in range(size):
-        mine,padded = [f(n, bs, r, size, drop) for f in (unpadded,slices)]
+        mine,padded = unpadded(n, bs, r, size, drop),slices(n, bs*size, r, size, drop)
         test_eq(len(steps(padded, bs)), n//(bs*size) if drop else ceil_div(n, bs*size))
         test_eq(padded[:len(mine)], mine)
         assert len(padded)-len(mine)<=1
+
+@given(counts, bss, sizes, booleans())
+def test_a_batch_of_any_size_is_divided(n, g, size, drop):
+    deals = [Deal(Division(r, size, splits=True), n, g, drop) for r in range(size)]
+    ranks = [steps(o.positions(r), o.each) for r,o in enumerate(deals)]
+    want = steps(np.arange(n//g*g if drop else n), g)
+    for k,batch in enumerate(want):
+        real = [o[k] if d.weights.get(k, 1.) else [] for o,d in zip(ranks, deals)]
+        test_eq(sum(real, []), batch)
+        test_close([d.weights.get(k, 1.)*len(batch)/size for d in deals], list(map(len, real)))
+    test_eq([len(o) for o in ranks], [len(want)]*size)
 
 @given(lists(integers(-99, 99)), data())
 def test_what_is_picked_is_the_same_from_a_list_and_an_array(idxs, draw):

@@ -194,6 +194,18 @@ def test_a_batch_size_that_a_callback_sets():
         return flatten([learn.recorder.losses, [*learn.model.parameters()]])
     test_close(run(nprocs=2), run(), 1e-5)
 
+@pytest.mark.parametrize('n,bs', [(2,7),(3,10),(3,2),(2,1)])
+def test_a_batch_that_does_not_divide(n, bs):
+    def run(**kw):
+        learn = learner()
+        learn.dls.train.bs = learn.dls.valid.bs = bs
+        if bs<4: learn.model[1] = nn.Identity() # batch norm of two samples makes rounding large
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+            learn.fit(1)
+            preds = learn.get_preds()
+        return flatten([learn.recorder.losses, learn.recorder.values, preds, [*learn.model.parameters()]])
+    test_close(run(nprocs=n), run(), 5e-5)
+
 class SeesStates(Callback):
     "Counts the states in a folder before the last step"
     def __init__(self, path): self.path = path
