@@ -298,7 +298,7 @@ class Agent:
         job,kinds = self.job,['out','err']
         if job['shows']: kinds.append('show')
         _go_to(job['folder'], job['path'])
-        call = self._kept_call() if job['keeps'] else self.call
+        call = self._kept_call() if job.get('keeps') else self.call
         for i,(rank,place) in enumerate(job['of'].items()):
             env = os.environ | job['env'] | place
             if self.own_gpus: env['DEFAULT_GPU'] = str(i)

@@ -130,6 +130,7 @@ class RankCall:
             with acc.running(), self.learn.distrib_ctx(**self.options), Interruption(self.learn, self.name=='fit') as interruption:
                 first(self.learn._grab_cbs(DistributedTrainer)).parts.announced = True # a script in one process prints no such line
                 res = getattr(self.learn, self.name)(*self.args, **self.kwargs)
+            if interruption.received: print(flush=True) # ends the line of a progress bar
             return bool(interruption.received),res
         finally: acc.finalize()
 
@@ -182,10 +183,10 @@ class ParentContext:
             try: received,found = run()
             except BaseException as e:
                 if unfinished := getattr(e, 'unfinished', None): changes.load(*unfinished)
-                if isinstance(e, Preempted): raise KeyboardInterrupt from None
+                if isinstance(e, Preempted): raise everywhere(KeyboardInterrupt()) from None
                 raise e.with_traceback(None)
             res = changes.load(*found)
-        if received: raise KeyboardInterrupt
+        if received: raise everywhere(KeyboardInterrupt())
         return res
 
     def _forked(self, call):
