@@ -6,22 +6,21 @@ import notebooks
 
 os.environ['CUDA_VISIBLE_DEVICES'] = '' # ranks of tests are CPU ranks, also where there are GPUs
 
-def part(cmd, *args, kept=False):
-    "Run `cmd`, print how long it took, and return its exit code; what it says comes at the end if it is to be `kept`"
+def part(cmd, *args):
+    "Run `cmd`, print how long it took, and return its exit code"
     print('+', cmd, *args, flush=True)
-    began,out = time.monotonic(),subprocess.PIPE if kept else None
-    p = subprocess.run([Path(sys.executable).with_name(cmd), *args], cwd=notebooks.root, stdout=out, stderr=out and subprocess.STDOUT, text=True)
-    print(p.stdout or '', f'+ {cmd}: {time.monotonic()-began:.0f} s', sep='\n', flush=True)
-    return p.returncode
+    began = time.monotonic()
+    code = subprocess.run([Path(sys.executable).with_name(cmd), *args], cwd=notebooks.root).returncode
+    print(f'+ {cmd}: {time.monotonic()-began:.0f} s', flush=True)
+    return code
 
 def notebook_tests():
     "Run the notebooks that have to run, if any"
     names = notebooks.changed()
     return part('nbdev-test', '--n-workers', '2', '--file-re', f"^({'|'.join(map(re.escape, names))})$") if names else 0
 
-with ThreadPoolExecutor() as pool:
-    site = pool.submit(part, 'mkdocs', 'build', '--strict', kept=True) # it keeps one core, and tests wait for half of their time
-    code = notebook_tests()
-    if not code and '--record' in sys.argv: notebooks.write()
-    code = code or part('pytest', '-n', '3', '--durations', '25', 'tests')
-sys.exit(code or site.result())
+with ThreadPoolExecutor() as pool: # the site, once its notebooks have run, keeps one core
+    site = pool.submit(part, 'mkdocs', 'build', '--strict')
+    code = notebook_tests() or site.result()
+if not code and '--record' in sys.argv: notebooks.write()
+sys.exit(code or part('pytest', '-n', '3', '--durations', '25', 'tests'))
