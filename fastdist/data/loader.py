@@ -184,6 +184,12 @@ class DistributedDL(TfmdDL):
         "Return the number of samples that one process would have in the batch of `step`"
         return self.totals.get(step, self.deal.g)
 
+    def weight(self,
+        step:int # Number of a step in this epoch
+    )->float:
+        "Return this rank's samples in the batch of `step`, over the mean of all ranks"
+        return self.weights.get(step, self.deal.full)
+
     def n_steps(self)->int: # 0 if unknown
         "Return the number of steps, the same on all ranks; for a stream, the number of global batches read so far"
         return self.deal.n_steps()

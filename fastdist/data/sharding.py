@@ -231,10 +231,9 @@ class Deal:
         self.each = own.stop-own.start # of them this rank's
         self.bs = bs and self.each
         self.weights,self.totals = {},{}
-        if not (self.counted and ranks.slicing and n): return
-        if self.g%ranks.size:
-            for k in range(n//self.g): self.weigh(k, self.g)
-        if n%self.g: self.weigh(n//self.g, n%self.g)
+        lo,hi = part(self.g, ranks.rank, ranks.size)
+        self.full = (hi-lo)*ranks.size/self.g if self.counted and ranks.slicing else 1. # weight of this rank's part of a full step
+        if self.counted and ranks.slicing and n and n%self.g: self.weigh(n//self.g, n%self.g)
 
     @property
     def settings(self): return type(self),self.ranks,self.n,self.of_loader,self.drop_last
@@ -313,7 +312,7 @@ class StreamDeal(Deal):
         self.read.append(m)
         self.weights.pop(k, None)
         self.totals.pop(k, None)
-        if m!=self.g or m%self.ranks.size: self.weigh(k, m)
+        if m!=self.g: self.weigh(k, m)
 
     def n_steps(self):
         "Return the number of global batches read so far"

@@ -9,7 +9,7 @@ and sends what they print, their errors and their exit codes. What rank 0 return
 | from the parent process | meaning |
 |---|---|
 | `listen`, `reach` | find out how the machines reach each other |
-| `run`, `call` | start ranks; what they call, as a file |
+| `run`, `call` | start ranks; what they call, as a file. With `keeps` the agent calls it with what it has kept, and gets what to keep and what ranks call |
 | `signal` | send a signal to a rank, or to all |
 | `ping`, `end` | the parent process is there; the agent is to end |
 

@@ -278,7 +278,7 @@ def _place(memory, owners, memories):
 
 # %% ../../nbs/417_state.changes.ipynb #65dd7214
 class _Pickler(CodePickler):
-    "Pickles objects by their `names`, memory by its `_place`, and notes what functions use of the script"
+    "Pickles objects by their `names`, memory by its `_place`, and records what functions use of the script"
     def __init__(self, f, names, owners, memories):
         super().__init__(f, protocol=pickle.HIGHEST_PROTOCOL)
         self.names,self.owners,self.memories,self.script,self.used,self.modules = names,owners,memories,ScriptNames(),set(),set()
@@ -293,13 +293,13 @@ class _Pickler(CodePickler):
         return *_place(memory, self.owners, self.memories),getattr(o, 'dtype', None)
 
     def reducer_override(self, o):
-        if _is_of(o, (FunctionType,type)): self._note(o)
+        if _is_of(o, (FunctionType,type)): self._record(o)
         if _is_of(o, FunctionType) and o.__globals__ is self.main: self.used.update(globals_used(o))
         if _is_of(o, CellType): return CellType,(),_in_cell(o) or None,None,None,_write_cell
         if _is_of(o, torch.Tensor) and (state := _tensor_state(o)): return _plain_tensor,(self._without_state(o),),state,None,None,_restore_tensor
         return super().reducer_override(o)
 
-    def _note(self, o):
+    def _record(self, o):
         self.script.add(o)
         at = made_in(o)
         if at!='__main__' and at in sys.modules and not of_library(at): self.modules.add(at)
@@ -404,7 +404,7 @@ class Changes:
         for part in ('attributes','entries'):
             gone,new,order = getattr(c, part) or ((),{},None)
             there = {k:v for k,v in new.items() if can(repr(k), (k,v))}
-            if len(there)<len(new) or not can('An order', order): setattr(c, part, ([k for k in gone if can(repr(k), k)],there,None))
+            if len(there)<len(new): setattr(c, part, (gone,there,None))
         if c.items is not None and not can('An item', c.items): c.items = None
 
     @torch.no_grad()
@@ -487,7 +487,7 @@ class SentObjects(Changes):
     )->tuple: # For `receive`
         "Return `call` and what has changed here since the last one; raise `TypeError` for what cannot be sent"
         found,f,modules = _Difference(self),BytesIO(),{}
-        pickler = noting(_Pickler, '', call)(f, **found.how)
+        pickler = with_paths(_Pickler, '', call)(f, **found.how)
         pickler.dump((call,found.changed))
         while new := pickler.modules-{*self.variables,*modules}:
             more = {k:self._variables(k, found) for k in new}
@@ -496,7 +496,8 @@ class SentObjects(Changes):
         pickler.dump((sorted(pickler.used),pickler.script))
         res = found.message(f.getvalue())
         self._share(call, modules, pickler.used, [o for _,o in sorted(pickler.memo.copy().values(), key=itemgetter(0))])
-        self.looked = [o for o in reachable(*self.roots, data=True)[1] if id(o) in self.places]
+        now = reachable(*self.roots, *self.looked, data=True)[1] # also what nothing leads to now, and may again
+        self.looked = [o for o in now if id(o) in self.places]
         self._look([Content(o) for o in self.looked])
         return res
 

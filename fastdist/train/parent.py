@@ -58,7 +58,7 @@ def parent_job(
     hosts:list=None, engine=None, python:str=None
 )->JobDescription: # `None` where this process makes the calls itself
     "Return which job this process starts for its calls; raise `OptionError` for options that contradict each other"
-    check_choice('compute_setup', compute_setup, ('auto','gpu','cpu'))
+    check_nprocs(1, compute_setup, here=hosts is None and engine is None)
     elsewhere = dict(hosts=hosts, engine=engine, python=python)
     for k,v in elsewhere.items():
         if v is not None and w.source!='one process': raise OptionError(k, v, f'{w.source} has started the ranks. HINT: leave it out')
@@ -153,7 +153,7 @@ class ParentContext:
         options:dict # Of the context `learn.distrib_ctx` on the ranks
     ):
         store_attr()
-        self.overrides,self.launcher,self.objs = Overrides(),None,None
+        self.overrides,self.launcher,self.changes = Overrides(),None,None
         self.methods = {k:partial(self._call, k) for k in _on_ranks} | {k:partial(self._call_here, k) for k in _here if hasattr(learn, k)}
 
     def __enter__(self):
@@ -162,7 +162,8 @@ class ParentContext:
 
     def __exit__(self, *exc):
         self.overrides.close()
-        self._end_agents(*exc)
+        try: self._end_agents()
+        finally: self._close_engine()
 
     @contextmanager
     def _as_without(self):
@@ -178,42 +179,47 @@ class ParentContext:
     def _call(self, name, *args, **kwargs):
         "Call a method on new ranks, and make here what rank 0 has changed"
         call = RankCall(self.learn, self.job, self.options, name, args, kwargs)
+        make = self._sent if self.job._engine or torch.cuda.is_initialized() else self._forked
         with self._as_without():
-            changes,run = self._sent(call) if self.job._engine or torch.cuda.is_initialized() else self._forked(call)
-            try: received,found = run()
+            try: received,found = make(call)
             except BaseException as e:
-                if unfinished := getattr(e, 'unfinished', None): changes.load(*unfinished)
+                if unfinished := getattr(e, 'unfinished', None): self.changes.load(*unfinished)
                 if isinstance(e, Preempted): raise everywhere(KeyboardInterrupt()) from None
                 raise e.with_traceback(None)
-            res = changes.load(*found)
+            res = self.changes.load(*found)
         if received: raise everywhere(KeyboardInterrupt())
         return res
 
     def _forked(self, call):
-        "Return the objects that this process and its forks have in common, and a function that makes `call` on such forks"
-        changes = Changes(call, sys.modules['__main__'], but=[self])
-        return changes,partial(start_ranks, partial(call, changes), self.job.nprocs, 'fork', returns=True)
+        "Make `call` on forks of this process"
+        self.changes = Changes(call, sys.modules['__main__'], but=[self])
+        return start_ranks(partial(call, self.changes), self.job.nprocs, 'fork', returns=True)
 
     def _sent(self, call):
-        "Return the objects that this process and its agents have in common, and a function that makes `call` on forks of these"
-        if self.objs is None: self.objs = SentObjects()
-        return self.objs,partial(self._run, self.objs.send(call))
-
-    def _run(self, message):
-        "Let the agents fork ranks; after an error there are no agents"
+        "Make `call` on forks of agents, which stay; after an error they are ended, and the call is made again where their engine can start others"
         died = []
         try:
-            if not self.launcher: self.launcher = Launcher(self.job._engine or ThisNode(None)).__enter__()
-            return self.launcher.run(partial(received_call, message), self.job.nprocs, returns=True, died=died, keeps=True)
-        except BaseException as e:
-            self._end_agents(type(e), e, e.__traceback__)
+            while True:
+                if not self.launcher: self.changes = SentObjects()
+                fun = partial(received_call, self.changes.send(call))
+                launcher = self.launcher or Launcher(self.job._engine or ThisNode(None))
+                try:
+                    if not self.launcher: self.launcher = launcher.__enter__()
+                    return launcher.run(fun, self.job.nprocs, returns=True, died=died, keeps=True)
+                except BaseException as e:
+                    self._end_agents(e)
+                    if not launcher.again: raise
+        except BaseException:
+            if not self.launcher: self._close_engine()
             raise
         finally:
             if died: os.kill(os.getpid(), died[0])
 
-    def _end_agents(self, *exc):
-        launcher,self.launcher,self.objs = self.launcher,None,None
-        if launcher: launcher.__exit__(*exc or (None,None,None))
+    def _end_agents(self, e=None):
+        launcher,self.launcher = self.launcher,None
+        if launcher: launcher.__exit__(type(e) if e else None, e, None)
+
+    def _close_engine(self): getattr(self.job._engine, 'close', noop)()
 
 # %% ../../nbs/710_train.parent.ipynb #6c78290e
 def parent_context(

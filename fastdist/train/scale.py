@@ -162,7 +162,9 @@ class CurrentBatch:
     @property
     def part(self):
         "Planned samples of this rank over the mean of all ranks; 0 for a sample that only makes the step"
-        return 0. if self.empty else getattr(self.phases.source, 'weights', {}).get(self.learn.iter, 1.)
+        dl = self.phases.source
+        if self.empty: return 0.
+        return dl.weight(self.learn.iter) if isinstance(dl, DistributedDL) else 1.
 
     @property
     def divides_unevenly(self):
@@ -175,7 +177,7 @@ class CurrentBatch:
     )->BatchScale:
         "Return the scale of this rank's batch, by its samples and targets of now; once a fit, ranks exchange how many targets a sample has"
         learn,dl,size,(summed,counts) = self.learn,self.phases.source,self.size,self.reduction.kind
-        shared,samples = isinstance(dl, DistributedDL),0. if self.empty else getattr(dl, 'weights', {}).get(learn.iter, 1.)
+        shared,samples = isinstance(dl, DistributedDL),self.part
         total = dl.total(learn.iter) if shared else batch_total(dl, learn.iter)
         if samples and shared and (dl.deal.bs or learn.iter in dl.totals):
             planned = round(samples*total/size)

@@ -58,9 +58,9 @@ def test_a_batch_of_any_size_is_divided(n, g, size, drop):
     ranks = [steps(o.positions(r), o.each) for r,o in enumerate(deals)]
     want = steps(np.arange(n//g*g if drop else n), g)
     for k,batch in enumerate(want):
-        real = [o[k] if d.weights.get(k, 1.) else [] for o,d in zip(ranks, deals)]
+        real = [o[k] if d.weights.get(k, d.full) else [] for o,d in zip(ranks, deals)]
         test_eq(sum(real, []), batch)
-        test_close([d.weights.get(k, 1.)*len(batch)/size for d in deals], list(map(len, real)))
+        test_close([d.weights.get(k, d.full)*len(batch)/size for d in deals], list(map(len, real)))
     test_eq([len(o) for o in ranks], [len(want)]*size)
 
 @given(lists(integers(-99, 99)), data())

@@ -16,7 +16,7 @@ def cluster(d):
 def head(d):
     "Train, fail, be interrupted, and lose a node, on ranks of the cluster"
     import ray
-    from fastai.basics import Callback,CrossEntropyLossFlat,DataLoaders,Learner,nn,set_seed,torch
+    from fastai.basics import SGD,Callback,CrossEntropyLossFlat,DataLoaders,Learner,nn,set_seed,torch
     from fastdist import Accelerator,RankError,this_world
     ray.init(log_to_driver=False)
     begun = Path(d, 'begun')
@@ -31,12 +31,25 @@ def head(d):
     class Stays(Callback):
         def after_fit(self): self.learn.where = os.getcwd(),os.environ.get('WANDB_NAME')
 
-    def trained(**kw):
+    def learner():
         set_seed(3)
         dls = DataLoaders.from_dsets(Points(128), Points(32), bs=8)
-        learn = Learner(dls, nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,2)), loss_func=CrossEntropyLossFlat(), cbs=Stays())
+        return Learner(dls, nn.Sequential(nn.Linear(8,16), nn.ReLU(), nn.Linear(16,2)), loss_func=CrossEntropyLossFlat(), cbs=Stays())
+
+    def trained(**kw):
+        learn = learner()
         Accelerator(nprocs=4, compute_setup='cpu', **kw).distribute(learn.fit_one_cycle)(2, 1e-2)
         return learn
+
+    def once(**kw):
+        "A script that runs once: two fits in a context"
+        learn = learner()
+        learn.opt_func = SGD
+        with learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging():
+            for _ in range(2): learn.fit(1, 1e-2)
+        return learn
+
+    def apart(a, b): return max((x-y).abs().max().item() for x,y in zip(a.model.parameters(), b.model.parameters()))
 
     def away(fun, n=4, at=None):
         "The error of `fun` on ranks, and when it came; `at` is called when all ranks have begun"
@@ -74,8 +87,7 @@ def head(d):
 
     before = signal.getsignal(signal.SIGTERM)
     there,here = trained(engine='ray'),trained()
-    apart = max((a-b).abs().max().item() for a,b in zip(there.model.parameters(), here.model.parameters()))
-    res = dict(apart=apart, where=there.where, epochs=len(there.recorder.values), error=away(fails, 2)[0], died=away(dies, 2)[0])
+    res = dict(apart=apart(there, here), once=apart(once(), once(nprocs=2, engine='ray', compute_setup='cpu')), where=there.where, epochs=len(there.recorder.values), error=away(fails, 2)[0], died=away(dies, 2)[0])
     res |= dict(shown=Accelerator(nprocs=2, compute_setup='cpu', engine='ray').distribute(shows, all_ranks=True)())
     res |= dict(interrupt=away(sleeps, 2, press), pressed=pressed, free=freed(), handler=signal.getsignal(signal.SIGTERM)==before)
     res |= dict(lost=away(sleeps, 4, lose), asked=asked, groups=[o['state'] for o in ray.util.placement_group_table().values()])

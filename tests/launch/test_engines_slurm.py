@@ -2,7 +2,8 @@
 import os,re,signal,subprocess,sys
 from pathlib import Path
 from threading import Thread
-import pytest
+import pytest,torch
+from fastai.basics import SGD
 from fastdist import *
 from procs import *
 from test_restart import is_exact
@@ -31,6 +32,19 @@ def test_a_cell_trains_as_on_this_node(cluster):
 def here_is_head(cluster, monkeypatch):
     for k in ('PATH','SLURM_CONF'): monkeypatch.setenv(k, cluster[k])
     return lambda kind='slurm': Accelerator(nprocs=2, compute_setup='cpu', engine=slurm_head.engine(kind, 'jobs'))
+
+def test_the_script_runs_once(here_is_head, cluster):
+    def trained(**kw):
+        learn = slurm_head.learner()
+        learn.opt_func = SGD # Adam makes rounding large
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+            learn.fit(1, 1e-2)
+            learn.fit(1, 1e-2)
+        return learn,[learn.get_preds()[0], *learn.model.parameters()]
+    (one,a),(two,b) = trained(),trained(nprocs=2, engine=slurm_head.engine('slurm', 'jobs'), compute_setup='cpu')
+    for x,y in zip(a, b): torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
+    assert two.recorder.iters==one.recorder.iters and not left('')
+    await_that(lambda: idle(cluster))
 
 def where():
     w = this_world()

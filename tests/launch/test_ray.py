@@ -97,7 +97,7 @@ def test_a_cell_on_a_cluster(cluster, tmp_path):
         if p.poll() is None: p.kill()
     assert p.wait()==0, ''.join(lines)[-2000:]+(tmp_path/'err').read_text()[-3000:]
     res = json.loads((tmp_path/'res.json').read_text())
-    assert res['apart']<1e-6 and '4 ranks on 2 nodes, cpu over gloo, from fastdist over ray' in ''.join(lines), res
+    assert res['apart']<1e-6 and res['once']<1e-6 and '4 ranks on 2 nodes, cpu over gloo, from fastdist over ray' in ''.join(lines), res
     test_eq(res['where'], [os.getcwd(),'of the driver'])
     assert res['epochs']==2 and res['handler']
     assert res['error'].startswith('RankError: rank 1 on ') and 'ValueError: of the script' in res['error'], res['error']

@@ -158,6 +158,18 @@ def test_what_hides(tmp_path):
     test_eq(two, one)
     test_close(two_numbers, one_numbers, 1e-6)
 
+def test_a_model_that_is_put_away_between_calls():
+    def run(**kw):
+        learn = learner()
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+            learn.fit(1)
+            first_,learn.model = learn.model,nn.Linear(64, 10)
+            learn.validate() # nothing leads to the first model now
+            with torch.no_grad(): first_[0].weight.mul_(2)
+            learn.model = first_
+            return flatten(learn.get_preds()[0])
+    test_close(run(nprocs=2, engine=ThisNode(None)), run(), 1e-5)
+
 class FromFile:
     "Samples in a file that was opened before ranks were forked"
     def __init__(self, path, n): self.f,self.n = open(path, 'rb'),n
@@ -286,6 +298,8 @@ def test_how_many_ranks(monkeypatch):
     learn = learner()
     for o in (0,-1,1.5,'two'):
         with pytest.raises(OptionError, match="integer of at least 1, or 'auto'"): learn.to_distributed(nprocs=o)
+    for kw in ({},dict(nprocs=2)):
+        with pytest.raises(OptionError, match='no GPU was found'): learn.to_distributed(compute_setup='gpu', **kw)
     with pytest.raises(OptionError, match='keep_sharded'): learn.to_distributed(nprocs=2, shard=True, keep_sharded=True)
     monkeypatch.setenv('FASTDIST_NPROCS', '3')
     with learn.distrib_ctx(): test_eq(parent_context(learn).job.nprocs, 3)
