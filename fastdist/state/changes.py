@@ -23,7 +23,7 @@ Not looked into are code, libraries, weak references, and data sets: what readin
 __all__ = ['ModuleVariables', 'Content', 'reachable', 'Change', 'write_change', 'Changes', 'SentObjects']
 
 # %% ../../nbs/417_state.changes.ipynb #d7194d64
-import gc,pickle,sys,torch,numpy as np
+import gc,os,pickle,sys,torch,numpy as np
 from collections import OrderedDict,deque
 from contextlib import suppress
 from functools import cache
@@ -34,7 +34,7 @@ from pathlib import PurePath
 from torch.nn.parameter import is_lazy
 from types import BuiltinFunctionType,CellType,CodeType,FrameType,FunctionType,GeneratorType,MappingProxyType,MemberDescriptorType,MethodType,ModuleType
 from warnings import catch_warnings,simplefilter,warn
-from weakref import WeakKeyDictionary,WeakSet,WeakValueDictionary
+from weakref import ReferenceType,WeakKeyDictionary,WeakSet,WeakValueDictionary
 from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
@@ -99,6 +99,14 @@ def _entries(o):
     cls = OrderedDict if _is_of(o, OrderedDict) else dict
     return dict(cls.items(o)) if _is_of(o, dict) else None
 
+# %% ../../nbs/417_state.changes.ipynb #80ce3798
+def _is_weak(o):
+    "Return whether `o` is a weak reference or a container of some, as the caches of libraries are; they stay what they are in each process"
+    if _is_of(o, dict): return ReferenceType in {*map(type, dict.keys(o)), *map(type, dict.values(o))}
+    kind = first(k for k in (list,set,deque) if _is_of(o, k))
+    return ReferenceType in {*map(type, kind.__iter__(o))} if kind else _is_of(o, ReferenceType)
+
+# %% ../../nbs/417_state.changes.ipynb #80ce3799
 def _numbers(o):
     "Return the numbers of a tensor or an array that can be written, `None` for anything else"
     if _is_of(o, torch.Tensor):
@@ -118,7 +126,9 @@ class Content:
         o # Anything
     ):
         read,generator,v = _of_type(o, _items),_of_type(o, generator_kinds),_numbers(o)
-        self.attributes,self.entries,self.items = _attributes(o),_entries(o),read(o) if read else None
+        weak = _is_weak(o)
+        self.attributes = _attributes(o)
+        self.entries,self.items = None if weak else _entries(o),read(o) if read and not weak else None
         self.state = generator[0](o) if generator else None
         self.fingerprint = self.memory = None
         if v is not None: self.fingerprint = _fingerprint(v),v.shape,v.dtype
@@ -169,7 +179,7 @@ def reachable(
         if name is not None and in_library(name): continue
         seen.add(id(o))
         res.append(o)
-        if id(o) in opaque or _is_of(o, _opaque): continue
+        if id(o) in opaque or _is_of(o, _opaque) or _is_weak(o): continue
         looked.append(o)
         todo.extend(_parts(o))
     return res,looked
@@ -178,6 +188,7 @@ def reachable(
 def _mapped(was, now, same):
     "Return which keys are gone, which have other values, and the keys in their order where those that stay have another; `None` where nothing differs"
     gone,new = [k for k in was if k not in now],{k:v for k,v in now.items() if k not in was or not same(was[k], v)}
+    new = {k:v for k,v in new.items() if not _is_weak(v)}
     old,stay = [k for k in was if k in now],[k for k in now if k in was]
     order = None if all(a is b or a==b for a,b in zip(old, stay)) else [*now]
     return (gone,new,order) if gone or new or order else None
@@ -189,9 +200,9 @@ class Change:
         same:callable # Whether two parts are the same
     ):
         self.attributes = _mapped(was.attributes, now.attributes, same)
-        self.entries = None if now.entries is None else _mapped(was.entries, now.entries, same)
+        self.entries = None if None in (was.entries,now.entries) else _mapped(was.entries, now.entries, same)
         self.items = self.state = self.grad = self.numbers = None
-        if now.items is not None and not (len(was.items)==len(now.items) and all(map(same, was.items, now.items))): self.items = now.items
+        if None not in (was.items,now.items) and not (len(was.items)==len(now.items) and all(map(same, was.items, now.items))): self.items = now.items
         if not same_value(was.state, now.state): self.state = now.state
         if now.grad!=was.grad and not (was.grad[1] and was.grad[0]==now.grad[0]): self.grad = now.grad # a gradient that the script had not is not sent
         if (now.fingerprint,now.memory)!=(was.fingerprint,was.memory): self.numbers = 'moved' if now.memory!=was.memory else 'written'
@@ -268,6 +279,11 @@ def _tensor_state(t):
 
 def _plain_tensor(how): return how[0](*how[1])
 
+# %% ../../nbs/417_state.changes.ipynb #65dd7216
+def _closed_file():
+    "Return a file that is closed, as a logger of fastai leaves one"
+    with open(os.devnull) as f: return f
+
 # %% ../../nbs/417_state.changes.ipynb #65dd7215
 def _place(memory, owners, memories):
     "Return where another process finds `memory`: at one of `owners`, tensors that it has, or among `memories`"
@@ -295,6 +311,7 @@ class _Pickler(CodePickler):
     def reducer_override(self, o):
         if _is_of(o, (FunctionType,type)): self._record(o)
         if _is_of(o, FunctionType) and o.__globals__ is self.main: self.used.update(globals_used(o))
+        if _is_of(o, IOBase) and o.closed: return _closed_file,()
         if _is_of(o, CellType): return CellType,(),_in_cell(o) or None,None,None,_write_cell
         if _is_of(o, torch.Tensor) and (state := _tensor_state(o)): return _plain_tensor,(self._without_state(o),),state,None,None,_restore_tensor
         return super().reducer_override(o)
@@ -338,6 +355,7 @@ class _Unpickler(pickle.Unpickler):
 def _same(renewed, a, b):
     "Return whether `a` and `b` are one object, not among `renewed`, or equal values"
     if a is b: return id(a) not in renewed
+    if _is_weak(a) and _is_weak(b): return True
     return type(a) is type(b) and _is_of(a, _values) and a==b
 
 # %% ../../nbs/417_state.changes.ipynb #82376865

@@ -87,7 +87,8 @@ def head(d):
 
     before = signal.getsignal(signal.SIGTERM)
     there,here = trained(engine='ray'),trained()
-    res = dict(apart=apart(there, here), once=apart(once(), once(nprocs=2, engine='ray', compute_setup='cpu')), where=there.where, epochs=len(there.recorder.values), error=away(fails, 2)[0], died=away(dies, 2)[0])
+    gap = apart(once(), once(nprocs=2, engine='ray', compute_setup='cpu'))
+    res = dict(apart=apart(there, here), once=gap, where=there.where, epochs=len(there.recorder.values), error=away(fails, 2)[0], died=away(dies, 2)[0])
     res |= dict(shown=Accelerator(nprocs=2, compute_setup='cpu', engine='ray').distribute(shows, all_ranks=True)())
     res |= dict(interrupt=away(sleeps, 2, press), pressed=pressed, free=freed(), handler=signal.getsignal(signal.SIGTERM)==before)
     res |= dict(lost=away(sleeps, 4, lose), asked=asked, groups=[o['state'] for o in ray.util.placement_group_table().values()])

@@ -1,5 +1,5 @@
 "The script runs once: with `nprocs=` calls of a Learner run on forked ranks, and all is as without it"
-import collections,functools,itertools,os,signal,sys,threading,time,warnings,pytest
+import collections,functools,itertools,os,signal,sys,threading,time,warnings,weakref,pytest
 from types import ModuleType
 import pandas as pd
 from fastai.basics import *
@@ -169,6 +169,22 @@ def test_a_model_that_is_put_away_between_calls():
             learn.model = first_
             return flatten(learn.get_preds()[0])
     test_close(run(nprocs=2, engine=ThisNode(None)), run(), 1e-5)
+
+class KeepsWeakly(Callback):
+    "Has weak references, as caches of pandas and of abstract classes have"
+    def __init__(self): self.refs,self.empty,self.by,self.all = [weakref.ref(Slots)],[],{},weakref.WeakSet()
+    def after_fit(self):
+        new = weakref.ref(type(self))
+        self.refs.append(new)
+        self.empty.append(new)
+        self.by[new] = self.one = new
+        self.all.add(type(self))
+
+@pytest.mark.filterwarnings('error:.*stays there')
+def test_weak_references_stay():
+    learn,cb = learner(),KeepsWeakly()
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): learn.fit(1, cbs=cb)
+    test_eq((len(cb.refs),len(cb.by)), (1,0))
 
 class FromFile:
     "Samples in a file that was opened before ranks were forked"
