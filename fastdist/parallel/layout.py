@@ -32,7 +32,7 @@ __all__ = ['stopped', 'warn_overtaken', 'has_overtaken', 'of_one_rank', 'Request
            'is_direct', 'Wrapped', 'Replicated']
 
 # %% ../../nbs/504_parallel.layout.ipynb #5ab1a2bf
-import torch
+import math,torch
 from contextlib import nullcontext
 from inspect import unwrap
 from weakref import WeakKeyDictionary
@@ -84,8 +84,8 @@ def of_one_rank(
 
 # %% ../../nbs/504_parallel.layout.ipynb #cd11311b
 class Requests:
-    "What ranks ask of each other, to save or to stop: a number that travels with the gradients, so that all know it after the same step"
-    kinds = 'save','stop' # the second fulfils the first
+    "What ranks ask of each other: two numbers that travel with the gradients, so that all know them after the same step"
+    kinds,width = ('save','stop'),4 # a stop fulfils a save; two numbers of the step, a request and a cancel
     def __init__(self,
         size:int # Number of ranks
     ):
@@ -95,26 +95,33 @@ class Requests:
     def begin(self):
         "Begin a fit: forget what was asked for in an earlier one"
         self.own = None # this rank's request
+        self.cancel = 0 # number of the exception by which this rank cancels the batch, a higher one ends more
         self.newest,self.before = None,None # sums over ranks of the last step, and of the one before
 
     def with_own(self,
         numbers:torch.Tensor, # Of this rank, which travel with the gradients, shape `(n,)`
         *more:torch.Tensor # What follows
-    )->torch.Tensor: # Shape `(n+1+...,)`
-        "Add this rank's request to `numbers`"
+    )->torch.Tensor: # Shape `(n+2+...,)`
+        "Add this rank's request and cancel to `numbers`"
         own = 0 if self.own is None else self._number(self.own)
-        return torch.cat([numbers, numbers.new_full((1,), own), *more])
+        cancel = (self.size+1)**self.cancel if self.cancel else 0
+        return torch.cat([numbers, numbers.new_tensor([cancel, own]), *more])
 
     def _number(self, kind): return (self.size+1)**self.kinds.index(kind)
 
     def without(self,
         mean:torch.Tensor # Mean over ranks of what `with_own` returned
-    )->torch.Tensor: # Without the last number
-        "Receive the requests of all ranks"
-        total = mean[-1]*self.size
+    )->torch.Tensor: # Without the last two numbers
+        "Receive the requests and cancels of all ranks"
+        self.cancels,total = mean[-2:]*self.size
         if mean.is_cpu: self.newest = max(self.newest or 0., total.item())
         else: self.before,self.newest = self.newest,total # on a GPU the sum of the last step is not there yet
-        return mean[:-1]
+        return mean[:-2]
+
+    def cancelled(self)->int: # 0 where no rank cancels
+        "Return the highest number of a cancel that ranks have sent in this step; waits for a GPU"
+        total,base,self.cancel = float(self.cancels),self.size+1,0
+        return int(math.log(total*(1+.5/base), base)) if total>.5 else 0 # a sum of lower numbers is smaller by a part 1/base
 
     def decided(self)->str: # 'save', 'stop' or `None`
         "Return what all ranks do after this step; called once after each, on all ranks"
@@ -291,7 +298,7 @@ class Carrier(nn.Module):
         self.params = [p for p in model.parameters() if p.requires_grad and p.numel()] # of which ranks know who has a gradient
         p = first(p for p in model.parameters() if p.requires_grad)
         dtype = torch.float64 if p.dtype==torch.float64 else torch.float32
-        self.model,self.carry = model,nn.Parameter(torch.zeros(3+len(self.params), device=p.device, dtype=dtype))
+        self.model,self.carry = model,nn.Parameter(torch.zeros(Requests.width+len(self.params), device=p.device, dtype=dtype))
 
     def forward(self, *args, **kwargs):
         "Call `model`"
@@ -481,8 +488,8 @@ class Replicated(Layout):
         looks = waited and w.looks
         if rest: mean = ifnone(mean, average_grads(rest, self._numbers(numbers)))
         elif mean is None and (tell or looks): mean = all_reduce(self._numbers(numbers), kind='step')/self.size
-        if looks: self._receive_flags(mean[3:])
-        return None if mean is None else self.requests.without(mean[:3])
+        if looks: self._receive_flags(mean[Requests.width:])
+        return None if mean is None else self.requests.without(mean[:Requests.width])
 
     def _receive_flags(self, mean):
         having = (mean*self.size).round().tolist()

@@ -517,7 +517,7 @@ class Sharded(Layout):
         if not self.waits: return run(t, g)
         rows,rank = carry._unsharded_param,self.job.world.rank
         mine = torch.zeros_like(rows[:1])
-        mine[0,3*rank:3*rank+3] = self.requests.with_own(numbers)
+        mine[0,4*rank:4*rank+4] = self.requests.with_own(numbers)
         run((t,rows), (g,mine.expand_as(rows)))
 
     def reduce(self, numbers, tell=True):
@@ -525,7 +525,7 @@ class Sharded(Layout):
         mean,rest = None,_plain(self.trained.active)
         if self.waits:
             p = self.shards.carry.sharded_param
-            mean,p.grad = local(p.grad)[0].view(-1, 3).sum(0),None
+            mean,p.grad = local(p.grad)[0].view(-1, 4).sum(0),None
         self.waits = False
         if not self.checked: self._check_used()
         if rest: mean = ifnone(mean, average_grads(rest, self.requests.with_own(numbers)))

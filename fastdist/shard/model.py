@@ -224,14 +224,14 @@ def _forget_pass(units):
 
 # %% ../../nbs/603_shard.model.ipynb #8db522f5
 class RowCarrier(nn.Module):
-    "A parameter with a row for each of `size` shards, of three numbers for each of `ranks`"
+    "A parameter with a row for each of `size` shards, of four numbers for each of `ranks`"
     def __init__(self,
         size:int, # Number of shards
         ranks:int, # Number of ranks
         **kw # Type and device
     ):
         super().__init__()
-        self.carry = nn.Parameter(torch.zeros(size, 3*ranks, **kw))
+        self.carry = nn.Parameter(torch.zeros(size, 4*ranks, **kw))
 
 # %% ../../nbs/603_shard.model.ipynb #70fa11dc
 def _in_place(f, t):

@@ -82,7 +82,7 @@ def adds_terms(
     cb:Callback # A Learner's
 )->bool:
     "Return whether `cb` may add something to a loss: it is a user's, or fastai's `RNNRegularizer`"
-    return type(cb) is RNNRegularizer or type(cb).__module__.partition('.')[0] not in ('fastai','fastdist')
+    return type(cb) is RNNRegularizer or is_users(cb)
 
 _changes = ('{} changes the loss in after_loss, and ranks cannot tell how that of the batch follows from those of its parts, so they take it for a mean over samples, and N of them may differ from one process. '
     'HINT: add a mean over samples to a loss that is one, before GradientAccumulation')
@@ -189,7 +189,7 @@ def may_read_loss(
     cb:Callback # Of a Learner
 )->bool:
     "Return whether `cb`, a user's or a logger, answers an event between a backward pass and the end of its batch"
-    reads = type(cb) is Callback or type(cb) is not ProgressCallback and (is_rank0_only(cb) or adds_terms(cb))
+    reads = adds_terms(cb) or is_rank0_only(cb) and type(cb) is not ProgressCallback
     return reads and any(answers(cb, o) for o in _after_pass)
 
 # %% ../../nbs/706_train.gradients.ipynb #cad87a25
@@ -197,6 +197,7 @@ _constant = ('The loss must depend on parameters on each rank, got one that a ca
     'HINT: skip a batch in before_step by CancelStepException, where learn.loss is that of all ranks')
 _graph = ('backward(create_graph=True) gives this rank\'s gradients a graph, and those of all ranks have none. '
     'HINT: torch.autograd.grad(..., create_graph=True), and one backward pass over what you make of it')
+_freed = 'backward through the graph a second time'
 _larger = 'Batches got larger than they were planned, so with GradientAccumulation ranks may step later than one process does. HINT: gradient_accumulation_steps'
 _ignored = ('Targets are ignored, and GradientAccumulation has batches that one process divides each by its own number of targets; ranks did so for a whole window, '
     'and do as one process from now on, with an exchange for each batch. HINT: set ignore_index, so that they know')
@@ -233,6 +234,7 @@ class BackwardPasses:
         self.window,self.windowed,self.exchanges = window,bool(window),True # `exchanges`: whether gradients are exchanged in this batch
         self.first,self.held = True,False # whether the fit has had no pass over a loss; whether there are gradients of a batch without a step
         self.due,self.n,self.added = False,0,False # whether the pass over the loss is to come; passes of the batch; whether one came before that
+        self.cancel,self.lossless,self.joins = None,False,True # this rank's exception in `join`; whether it has no loss then; whether a callback may come there
         self.told = False # whether it is known how the loss of the batch reduces
         self.sums,self.fractions,self.loss = 0.,0.,None # numbers to send, and fractions of their batches; the loss of all ranks
 
@@ -264,14 +266,51 @@ class BackwardPasses:
         with plain(): # fastai's tensor types cost more here than the arithmetic
             f = self._add(self.batch.scale(win.fraction))
             if t.numel()==1 and (isinstance(f, Tensor) or f!=1): g = _times(t, g, f)
+            if self.lossless: self.sums[1] = math.nan # so that all ranks know
+        before = self.loss
         others = (self.added or self.held) and not self.windowed # gradients of all ranks are there
         with aside(layout.trained.active) if others else nullcontext():
             layout.backward(run, t, g, self.sums)
             mean = layout.reduce(self.sums, tell=win.ends) if self.exchanges else None
             divisor = self._read(mean) if win.ends else 1.
             if isinstance(divisor, Tensor) or abs(divisor-1)>=1e-6: divide_grads(layout.trained.active, divisor)
+            cancel = self._cancelled(mean, before)
         if win.callback: win.callback.count = win.seen-find_bs(self.learn.yb)
         self.n,self.added,self.first,self.held = self.n+1,False,False,True
+        if cancel: raise cancel
+
+    def join(self,
+        e:Exception, # One of `cancels`, raised on this rank alone or on several
+        event:str # 'after_pred', 'after_loss' or 'before_backward'
+    ):
+        "Send `e` with gradients of zero, and raise what all ranks cancel by; return where the batch has no pass over its loss to come"
+        learn,ends = self.learn,(CancelBatchException,CancelTrainException,CancelEpochException,CancelFitException)
+        if self.n or not self.due or self.windowed or not isinstance(e, ends): return
+        if event=='after_pred':
+            if not self.reduction.is_told: return
+            learn.loss_grad = sum(t.sum() for _,t in leaves('', learn.pred) if getattr(t, 'requires_grad', False))
+        loss = learn.loss_grad
+        if getattr(loss, 'grad_fn', None) is None: return
+        if event=='after_pred': learn.loss = loss.detach()
+        self.cancel,self.lossless,self.layout.requests.cancel = e,event=='after_pred',cancels.index(type(e))+1
+        try: torch.autograd.backward(loss, torch.zeros_like(loss))
+        except RuntimeError as error:
+            if _freed not in str(error): raise # else the callback has used up the graph, as one does that makes a step of its own
+            self.cancel,self.lossless,self.layout.requests.cancel = None,False,0
+
+    def _cancelled(self, mean, before):
+        "Return what ranks cancel the batch by, `None` where none does; its gradients are zero then, and where a rank has no loss of it the loss is the one `before`"
+        if self.windowed or not self.many: return
+        requests,mine,self.cancel,self.lossless = self.layout.requests,self.cancel,None,False
+        if not (self.joins or requests.cancels.is_cpu): return # to look would wait for the GPU
+        n = requests.cancelled()
+        if not n: return
+        for p in self.layout.trained.active:
+            if p.grad is not None: local(p.grad).zero_()
+        if mean[1].isnan(): self.learn.loss = self.loss = before
+        e = mine if isinstance(mine, cancels[n-1]) else cancels[n-1]()
+        e.agreed = True
+        return e
 
     def _add(self, scale):
         "Add the numbers of a batch to those that are sent; return the factor of its loss"
@@ -408,6 +447,7 @@ def _probe_all(model, phases, layout, empty, unsettled):
     for k in unknown: unsettled.add(f'your hook on {k} sees the gradient of one rank')
 
 # %% ../../nbs/706_train.gradients.ipynb #ffe7f14a
+_joins = 'after_pred','after_loss','before_backward'
 _own_loss = ('{} may read learn.loss after the backward pass of a batch, which within a window of gradient accumulation is that of each rank '
     '(recorder.losses in after_epoch has those of all ranks)')
 
@@ -433,6 +473,7 @@ class GlobalGradients(JobCallback):
     ):
         "Begin a fit"
         self.passes.begin(window)
+        self.passes.joins = any(is_users(cb) and answers(cb, o) for cb in self.learn.cbs for o in _joins)
         if not window or self.phases.size==1 or self.phases.world.rank: return
         names = sorted({type(o).__name__ for o in self.learn.cbs if may_read_loss(o)})
         if names: self.unsettled.add(_own_loss.format(', '.join(names)))

@@ -197,7 +197,8 @@ class Training:
         self.held = Held(learn, w.rank, (self.events.skips,_decided), (Samples(learn),_read))
         if w.size>1: self.events.batch = batch
         self.events.revive = job.revive if w.size>1 else noop
-        self.events.replaced,self.events.loss_computed = self.phases.show,self.gradients.passes.loss_computed
+        passes,self.events.replaced = self.gradients.passes,self.phases.show
+        self.events.loss_computed,self.events.join = passes.loss_computed,passes.join
         job.help(self.gradients, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
 
     def begin_fit(self):

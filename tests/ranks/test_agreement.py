@@ -130,6 +130,23 @@ def test_a_callbacks_decision_is_everybodys_at_the_same_step(what, event):
         test_eq(res[:2], alone[:2])
         for a,b in zip(res[2], alone[2]): test_close(torch.tensor(a), torch.tensor(b), 1e-5)
 
+class Undeclared(Opinion): decides = False
+
+@pytest.mark.parametrize('size', (2,3))
+@pytest.mark.parametrize('cb', (Undeclared,Opinion))
+def test_a_declared_and_an_undeclared_decision_are_the_same(cb, size):
+    "Of two ranks that cancel the same batch, the one that ends more wins"
+    def run(rank):
+        set_seed(1)
+        learn,count = digits(n=110, bs=8, opt_func=SGD),Count()
+        what = CancelFitException if rank==size-1 else CancelBatchException
+        fit(learn, 2, [count, cb(rank, 2, what, 'after_loss')])
+        return count.steps,len(learn.recorder.losses),[o.tolist() for o in learn.model.parameters()]
+    alone = decided(0, CancelFitException, 'after_loss', 0, 8*size)
+    for res in on_ranks(run, size, join=False):
+        test_eq(res[:2], alone[:2])
+        for a,b in zip(res[2], alone[2]): test_close(torch.tensor(a), torch.tensor(b), 1e-5)
+
 def collectives(rank, n, cb):
     learn = digits(n=n)
     with counting() as ran: fit(learn, cbs=cb())
@@ -153,6 +170,15 @@ def test_only_who_may_cancel_costs_a_vote(size, steps):
     for cb,n in ((Count,0), (Decider,steps+1)): test_eq(on_ranks(lambda rank: votes(rank, cb), size, join=False), [(n,steps)]*size)
 
 def test_a_vote_is_no_collective(): test_eq(per_step(Decider), per_step(Count))
+
+class MayCancel(Callback):
+    "Cancels nothing, at an event at which it could"
+    def after_loss(self):
+        if self.loss>1e9: raise CancelBatchException
+
+def test_who_may_cancel_before_the_exchange_costs_nothing():
+    test_eq(per_step(MayCancel), per_step(Count))
+    test_eq(on_ranks(lambda rank: votes(rank, MayCancel), 3, join=False), [(0,5)]*3)
 
 class Fails(Callback):
     "Fails on rank 1 when the others have voted"

@@ -91,7 +91,16 @@ def test_a_cancel_that_all_ranks_raise_is_as_in_one_process(size, what, event):
         for a,b in zip(res[3], alone[3]): test_close(torch.tensor(a), torch.tensor(b), 1e-5)
 
 @pytest.mark.parametrize('size', [2,3])
-@pytest.mark.parametrize('what,event', spots)
+@pytest.mark.parametrize('what,event', [(CancelBatchException,'after_loss'), (CancelEpochException,'after_pred'), (CancelFitException,'before_backward'), (CancelTrainException,'after_loss')])
+def test_a_cancel_of_one_rank_before_the_exchange_is_that_of_all(size, what, event):
+    "It travels with the gradients of the batch, whose step nobody makes"
+    alone = held(0, what, event, [0], 8*size)
+    for res in on_ranks(lambda rank: held(rank, what, event, [size-1], 8), size, join=False):
+        test_eq(res[:3], alone[:3])
+        for a,b in zip(res[3], alone[3]): test_close(torch.tensor(a), torch.tensor(b), 1e-5)
+
+@pytest.mark.parametrize('size', [2,3])
+@pytest.mark.parametrize('what,event', [*[o for o in spots if o[1]!='after_loss'], (CancelBackwardException,'before_backward')])
 def test_a_hidden_cancel_of_one_rank_is_named(size, what, event):
     for how,text,*_ in on_ranks(lambda rank: held(rank, what, event, [size-1], 8), size, join=False):
         assert how=='RankError' and f'rank {size-1} failed' in text and f'{what.__name__} raised in Holds.{event}' in text
