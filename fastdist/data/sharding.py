@@ -215,6 +215,12 @@ class Division:
     seeded:bool=False # Whether the random numbers of each sample come from its position in the global order
     splits:bool=False # Whether the loader's batch is the global batch; each rank's otherwise
 
+    def of_all(self,
+        bs:int # Samples of a batch of the loader
+    )->int:
+        "Return the number of samples of a global batch"
+        return bs if self.splits else bs*self.size
+
 # %% ../../nbs/200_data.sharding.ipynb #5d2debb1
 class Deal:
     "Samples of each rank in an order of `n`, and weights of this rank's batches"
@@ -226,7 +232,7 @@ class Deal:
         drop_last:bool=False # Whether a ragged last batch is left out
     ):
         self.ranks,self.n,self.of_loader,self.drop_last = ranks,n,bs,drop_last
-        self.g = (bs or 1)*(1 if ranks.splits else ranks.size) # samples of a full step, of all ranks
+        self.g = ranks.of_all(bs or 1) # samples of a full step, of all ranks
         own = share_of(self.g, ranks.rank, ranks.size)
         self.each = own.stop-own.start # of them this rank's
         self.bs = bs and self.each

@@ -481,7 +481,7 @@ def fastai_source(
     drop_last:bool=False # Whether a ragged last batch is left out
 )->FastaiSource:
     "Return the source of a rank's batches of `dl`, as it is now"
-    maker = rebatched(dl, bs and bs*ranks.size)
+    maker = rebatched(dl, bs and ranks.of_all(bs))
     if hasattr(maker, 'make_chunks') or not dl.indexed: ranks = replace(ranks, slicing=True)
     deal = (Deal if dl.indexed else StreamDeal)(ranks, n_samples(maker), bs, drop_last)
     return (Indexed if dl.indexed else Stream)(dl, maker, deal)

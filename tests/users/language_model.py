@@ -6,7 +6,7 @@ from fastai.text.all import *
 from fastdist import *
 from _result import result
 
-bs = 2
+bs = 6
 set_seed(1)
 words = 'the cat dog sat ran on under a mat table'.split()
 df = pd.DataFrame(dict(text=[' '.join(random.choices(words, k=20+i%7)) for i in range(60)]))
