@@ -16,7 +16,7 @@ and sends what they print, their errors and their exit codes. What rank 0 return
 | from the agent | meaning |
 |---|---|
 | `hello`, `listening`, `reached`, `ping` | answers |
-| `out`, `err`, `show` | output of a rank |
+| `out`, `err`, `show`, `said` | output of a rank |
 | `failure`, `result` | a file that a rank has left |
 | `exit` | exit code of a rank, with the end of its stderr if nobody has seen it |
 
@@ -297,6 +297,7 @@ class Agent:
     def _start(self):
         job,kinds = self.job,['out','err']
         if job['shows']: kinds.append('show')
+        if job['reports']: kinds.append('said')
         _go_to(job['folder'], job['path'])
         call = self._kept_call() if job.get('keeps') else self.call
         for i,(rank,place) in enumerate(job['of'].items()):
@@ -320,7 +321,7 @@ class Agent:
     def _copy(self, o, kind):
         "Send new output of a rank; return whether there may be more"
         data = o.read(kind)
-        if data and o.rank in self.job['heard']: self.link.send(kind, data, rank=o.rank)
+        if data and (kind=='said' or o.rank in self.job['heard']): self.link.send(kind, data, rank=o.rank)
         if data==b'': self.sel.unregister(o.pipes[kind])
         return bool(data)
 

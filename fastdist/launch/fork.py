@@ -20,14 +20,16 @@ A second trap is the garbage that the child inherits, which [`base.at_fork`](003
 
 # %% auto #0
 __all__ = ['ddp_imports', 'gomp_paths', 'release_threads', 'preload', 'forks_ranks', 'short_sockets', 'forked_workers',
-           'cpu_random', 'set_cpu_random', 'write_call', 'rank_env', 'show_in_parent', 'own_offsets', 'end_with_agent',
-           'Failure', 'be_rank', 'LocalRank', 'end_ranks', 'how_ended', 'in_shell', 'on_ranks']
+           'cpu_random', 'set_cpu_random', 'write_call', 'rank_env', 'show_in_parent', 'PrintedLines',
+           'report_to_parent', 'own_offsets', 'end_with_agent', 'Failure', 'be_rank', 'LocalRank', 'end_ranks',
+           'how_ended', 'in_shell', 'on_ranks']
 
 # %% ../../nbs/009_launch.fork.ipynb #fe38b5ef
-import builtins,json,os,random,re,signal,stat,sys,tempfile,time,torch,numpy as np
+import builtins,json,os,random,re,signal,stat,sys,tempfile,time,torch,warnings,numpy as np
 from base64 import b64encode
 from ctypes import CDLL
 from importlib import import_module
+from io import TextIOWrapper
 from tempfile import TemporaryDirectory
 from contextlib import contextmanager,suppress
 from multiprocessing import connection,get_all_start_methods,get_context,get_start_method,parent_process,set_start_method
@@ -173,6 +175,33 @@ def show_in_parent(
         display.display = display_functions.display = builtins.display = _displays(publish)
         _use_notebook_bars()
 
+# %% ../../nbs/009_launch.fork.ipynb #9e5a1d02
+class PrintedLines(TextIOWrapper):
+    "Text file over `raw` that hands whole lines to `send` in its place"
+    def __init__(self, raw, send:callable):
+        super().__init__(raw, encoding='utf-8', errors='replace')
+        self.send,self.rest = send,''
+
+    def write(self, s):
+        "Send the lines that `s` ends"
+        *lines,self.rest = (self.rest+s).split('\n')
+        for o in lines: self.send(line=o)
+        return len(s)
+
+def report_to_parent(
+    fd:int, # Pipe to the agent
+    rank:int # Of this process
+):
+    "Send warnings to the parent process, and on other ranks than 0 what is printed"
+    f = os.fdopen(fd, 'w')
+    def send(**msg):
+        f.write(json.dumps(msg)+'\n')
+        f.flush()
+    def show(message, category, filename, lineno, file=None, line=None):
+        send(text=str(message), category=[category.__module__,category.__qualname__], filename=filename, lineno=lineno)
+    warnings.showwarning = show
+    if rank: sys.stdout = PrintedLines(sys.stdout.detach(), send)
+
 # %% ../../nbs/009_launch.fork.ipynb #0ffse701
 def own_offsets():
     "Let this process read files from positions of its own: a fork has those of its parent, and each would move them for all"
@@ -234,6 +263,7 @@ def be_rank(
     os.environ.update(env)
     if 'OMP_NUM_THREADS' in env: torch.set_num_threads(int(env['OMP_NUM_THREADS']))
     _redirect(pipes)
+    if 'said' in pipes: report_to_parent(pipes['said'], rank)
     try:
         (fun,state),script = call or read(d/'call')
         if script: script.install()
@@ -252,7 +282,7 @@ class LocalRank:
     "Forked process that is `rank`, with the ends of its pipes from which this process reads"
     def __init__(self,
         rank:int, d:Path, env:dict, call:tuple=None, # As for `be_rank`
-        kinds:tuple=('out','err') # Of its pipes; with 'show' for what it displays
+        kinds:tuple=('out','err') # Of its pipes; with 'show' for what it displays, with 'said' for what it reports
     ):
         self.rank,self.d,self.tail = rank,d,b''
         pipes = {k:os.pipe() for k in kinds}

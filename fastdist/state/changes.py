@@ -69,7 +69,10 @@ class ModuleVariables:
         if self.names is not None: return {k:res[k] for k in sorted(self.names & res.keys())}
         return {k:v for k,v in res.items() if k[:2]!='__' and k not in self.but and not _is_of(v, (ModuleType,FunctionType,type))}
 
-def _attributes(o): return o.now() if type(o) is ModuleVariables else attributes_of(o)
+def _attributes(o):
+    "Return the attributes of `o`; the warnings that a module has shown are this process's"
+    res = o.now() if type(o) is ModuleVariables else attributes_of(o)
+    return {k:v for k,v in res.items() if k!='__warningregistry__'} if _is_of(o, ModuleType) else res
 
 def _of_type(o, table):
     "Return the value in `table` for the type of `o`, `None` where it has none"

@@ -186,6 +186,26 @@ def test_weak_references_stay():
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): learn.fit(1, cbs=cb)
     test_eq((len(cb.refs),len(cb.by)), (1,0))
 
+class Says(Callback):
+    "Warns and prints, some of it on one rank alone"
+    def after_batch(self):
+        if not self.training: return
+        warnings.warn('this is slow')
+        print('a batch')
+        if rank_distrib():
+            warnings.warn('a bad sample')
+            print('sample 3 is bad')
+
+def test_warnings_and_prints_of_ranks(capsys):
+    "A place warns once, in however many calls; another rank's are shown with its number"
+    learn = learner()
+    with warnings.catch_warnings(record=True) as ws, learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        warnings.simplefilter('default', UserWarning)
+        for _ in range(2): learn.fit(1, cbs=Says())
+    test_eq([str(o.message) for o in ws if o.category is UserWarning], ['this is slow','[rank1] a bad sample'])
+    lines = capsys.readouterr().out.splitlines()
+    test_eq(lines, [*['a batch']*6,'[rank1] sample 3 is bad']*2)
+
 class FromFile:
     "Samples in a file that was opened before ranks were forked"
     def __init__(self, path, n): self.f,self.n = open(path, 'rb'),n
