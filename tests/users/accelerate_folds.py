@@ -1,3 +1,4 @@
+# once: no, it has no Learner
 # Cross-validation, trackers, triggers to stop early, in a loop of plain PyTorch with a stream as data
 import torch
 from torch import nn

@@ -1,4 +1,5 @@
 # under: accelerate
+# once: no, it has no Learner
 # A loop of plain PyTorch, the way of Accelerate's complete examples: accumulation, scheduler, metrics of all samples, checkpoints
 import torch
 from torch import nn

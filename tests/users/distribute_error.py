@@ -4,6 +4,7 @@
 # fails: rank ?1
 # last: if i==37: raise ValueError
 # alone: no
+# once: no, `distribute` has its own number of ranks
 # One file cannot be read, in ranks that a plain script starts
 from fastai.vision.all import *
 from fastdist import *

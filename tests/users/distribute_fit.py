@@ -1,5 +1,6 @@
 # start: python
 # under: python, kernel
+# once: no, `distribute` has its own number of ranks
 # Two ranks from a plain script: what trained there is here again
 import multiprocessing
 multiprocessing.set_start_method('fork', force=True) # outside of a context, for Python 3.14

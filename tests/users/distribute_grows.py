@@ -2,6 +2,7 @@
 # under: python
 # fails: ReturnError: What trained on the ranks does not fit what the parent process has: the model was a Linear, is a Sequential
 # alone: no
+# once: no, `distribute` has its own number of ranks
 # A callback replaces the model on the ranks by a larger one, which the script does not have
 from fastai.vision.all import *
 from fastdist import *

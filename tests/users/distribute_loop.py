@@ -1,4 +1,5 @@
 # start: python
+# once: no, `distribute` has its own number of ranks
 # A function of the script, with a loop of its own, on two ranks
 import torch
 from torch import nn

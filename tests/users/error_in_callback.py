@@ -3,6 +3,7 @@
 # last: self.logs\['learning rate'\]
 # hides: rank0\]: \[rank0
 # alone: no
+# once: fails
 # A logger of one's own has a typo, which rank 0 finds while the others save
 from fastai.vision.all import *
 from fastdist import *

@@ -3,6 +3,7 @@
 # last: if i==37: raise ValueError
 # alone: no
 # under: torchrun
+# once: fails
 # One file cannot be read
 from fastai.vision.all import *
 from fastdist import *

@@ -1,4 +1,5 @@
 # alone: no
+# once: runs
 # Python 3.14 starts data workers by forkserver, which cannot have a script's lambdas; on ranks they are forked, as before
 import multiprocessing
 from fastai.vision.all import *

@@ -2,6 +2,7 @@
 # fails: rank ?0
 # last: raise OSError
 # alone: no
+# once: fails
 # Rank 0 finds the disk full in its logger, while the others wait for it to export
 from fastai.vision.all import *
 from fastdist import *

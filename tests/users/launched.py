@@ -1,5 +1,6 @@
 # start: python
 # under: python, kernel
+# once: no, notebook_launcher starts the ranks
 # notebook_launcher, from a script or a cell
 from accelerate import notebook_launcher
 from fastai.vision.all import *

@@ -1,6 +1,7 @@
 # fails: (?i)rank 1
 # fails: (?i)weight|differ
 # alone: no
+# once: fails
 # Noise on the weights, which each rank draws by itself: ranks would part without a word
 from fastai.vision.all import *
 from fastdist import *

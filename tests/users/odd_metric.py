@@ -1,6 +1,7 @@
 # shows: (?i)warn.*speed
 # compared: steps
 # alone: no
+# once: no, its metric is the time
 # How many samples a second: each rank has its own answer, and which model is best depends on it
 from time import perf_counter
 from fastai.vision.all import *

@@ -1,6 +1,7 @@
 # shows: parallel_ctx|to_parallel
 # compared: steps
 # alone: no
+# once: no, parallel_ctx starts no ranks
 # fastai's example takes parallel_ctx where there are ranks already: they train apart, which is said
 from fastai.vision.all import *
 from fastdist import *

@@ -1,6 +1,7 @@
 # fails: (?i)rank 1
 # fails: (?i)seed|data set|validation
 # alone: no
+# once: no, the split is drawn by the number of the process
 # Each process seeds with a number of its own: each rank draws its own samples for validation
 from fastai.vision.all import *
 from fastdist import *
