@@ -85,7 +85,7 @@ Modules:
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit: models, and what callbacks and modules hold beside
 - `fastdist.state.resume`: Where a fit stands: done, cut off, or new; and how it goes on from a state
 - `fastdist.state.serialize`: Nested values as JSON and named tensors, many scalars as one tensor
-- `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared, returned to the parent process
+- `fastdist.state.snapshot`: The state of a Learner as one value: taken, put back, compared, kept by a detached job
 - `fastdist.tools.checks`: Facts of a job that are known beforehand, compared with what is found
 - `fastdist.tools.comparison`: The first difference between two traces, its size beside that of rounding, and where it begins
 - `fastdist.tools.step_clock`: The time of each part of a step on this rank, taken at the borders of events

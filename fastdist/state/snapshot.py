@@ -1,6 +1,6 @@
-"""The state of a Learner as one value: taken, put back, compared, returned to the parent process
+"""The state of a Learner as one value: taken, put back, compared, kept by a detached job
 
-Several parts need the state of a Learner at some moment. Ranks return to the parent process what they have trained, a search for a learning rate goes back to where it began, a checkpoint holds it
+Several parts need the state of a Learner at some moment. A detached job keeps what it has trained for whoever asks, a search for a learning rate goes back to where it began, a checkpoint holds it
 until tomorrow. It is more than weights: the state and the hyperparameters of the optimizer, which parameters are frozen, the recorder's curve and table, what a callback
 has counted, where the loaders' shuffles go on.
 
@@ -16,8 +16,7 @@ or of a list of them is as good as the original; a copy of what others hold too 
 # %% auto #0
 __all__ = ['passing', 'as_held', 'Kind', 'kind_of', 'attributes', 'set_attributes', 'preserved', 'held_state', 'is_trainable',
            'model_and_opt', 'form', 'form_changes', 'named_callbacks', 'keeps_own_state', 'owners', 'stateful',
-           'ModelState', 'param_lists', 'OptimizerState', 'RestState', 'LearnerState', 'returned_state', 'put_returned',
-           'CallbackChanges']
+           'ModelState', 'param_lists', 'OptimizerState', 'RestState', 'LearnerState', 'returned_state', 'put_returned']
 
 # %% ../../nbs/401_state.snapshot.ipynb #d1cf1df0
 import cloudpickle,os,tempfile,numpy as np
@@ -25,7 +24,6 @@ from collections import defaultdict
 from contextlib import contextmanager,nullcontext,suppress
 from contextvars import ContextVar
 from enum import IntEnum
-from hashlib import blake2b
 from io import IOBase
 from itertools import chain
 from operator import itemgetter
@@ -373,41 +371,16 @@ def _only_picklable(values):
     if _can_pickle(uncertain): return values
     return {k:v for k,v in values.items() if k not in uncertain or _can_pickle(v)}
 
-# %% ../../nbs/401_state.snapshot.ipynb #405a0002
-def _held(learn):
-    "Return what callbacks hold that has a state: modules of their own, else states"
-    mine,res = {id(p) for p in learn.model.parameters()},{}
-    for k,v in stateful(learn).items():
-        if isinstance(v, Callback): continue
-        whole = isinstance(v, nn.Module) and not any(id(p) in mine for p in v.parameters())
-        if whole and _can_pickle(v): res[k] = v
-        elif _can_pickle(v.state_dict()): res[k] = v.state_dict()
-    return res
-
 def returned_state(
-    o # A Learner, or an object with `model` and `optimizer`, on rank 0
-)->LearnerState: # With a part `held`: what callbacks hold besides
-    "Return the state of `o` that the parent process needs"
+    o # A Learner, or an object with `model` and `optimizer`, of a job
+)->LearnerState:
+    "Return the state of `o` that another process can read"
     res = LearnerState.take(o)
     res['attrs'] = _only_picklable(res['attrs'])
-    res['held'] = {}
     if not isinstance(o, Learner): return res
     res['values'] = {k:_only_picklable(v) for k,v in res['values'].items()}
-    res['own'] = {k:v for k,v in res['own'].items() if isinstance(stateful(o)[k], Callback)}
-    res['held'] = _held(o)
+    res['own'] = _only_picklable(res['own'])
     return res
-
-# %% ../../nbs/401_state.snapshot.ipynb #405a0006
-def _put_held(learn, name, v):
-    "Write `v` from `_held` into what `learn` has by that `name`, or make it that"
-    mine,state = stateful(learn).get(name),v.state_dict() if isinstance(v, nn.Module) else v
-    shapes = lambda d: {k:getattr(t, 'shape', None) for k,t in d.items()}
-    if mine is not None and shapes(mine.state_dict())==shapes(state): return mine.load_state_dict(state)
-    owner,_,attr = name.rpartition('.')
-    if v is state or owner not in owners(learn): return
-    device = first(p.device for p in learn.model.parameters())
-    for t in chain(v.parameters(), v.buffers()): t.data = t.data.clone().to(device)
-    setattr(owners(learn)[owner], attr, v)
 
 # %% ../../nbs/401_state.snapshot.ipynb #4ea5d1e9
 def _write_new(state):
@@ -432,7 +405,7 @@ def _misfit(o, state):
 
 # %% ../../nbs/401_state.snapshot.ipynb #4ea5d1ea
 def put_returned(
-    *pairs # Of a Learner, or an object with `model` and `optimizer`, in the parent, and of what `returned_state` returned
+    *pairs # Of a Learner, or an object with `model` and `optimizer`, here, and of what `returned_state` returned
 ):
     "Write states into objects; raise `ReturnError` and write nothing unless all fit"
     for o,state in pairs:
@@ -440,30 +413,4 @@ def put_returned(
         if not why: continue
         others = [dict(s) for _,s in pairs if s is not state]
         raise ReturnError(why, _write_new(dict(state, others=others) if others else dict(state)))
-    for o,state in pairs:
-        LearnerState(state).put(o)
-        for k,v in state['held'].items(): _put_held(o, k, v)
-
-# %% ../../nbs/401_state.snapshot.ipynb #118cc68c
-def _is_part(o): return not isinstance(o, (type,FunctionType,MethodType)) and kind_of(o)==Kind.refers
-
-def _digests(cb):
-    "Return attribute -> hash of its pickle, for values of `cb`, and objects of a user's callback that hold no part of a Learner"
-    res = {}
-    for k,v in vars(cb).items():
-        kind = kind_of(v)
-        if k in passing or kind==Kind.refers or kind==Kind.other and of_library(type(cb).__module__): continue
-        with suppress(Exception):
-            if kind==Kind.value or not found(v, _is_part): res[k] = blake2b(dumps(v)).digest()
-    return res
-
-# %% ../../nbs/401_state.snapshot.ipynb #d7326a05
-class CallbackChanges:
-    "What callbacks change from now on"
-    def __init__(self,
-        cbs:list # Callbacks
-    ): self.cbs,self.was = cbs,list(map(_digests, cbs))
-
-    def now(self)->list: # For each callback a dict: attribute -> value
-        "Return what they hold that was not there before, or was another value"
-        return [{k:vars(cb)[k] for k,v in _digests(cb).items() if was.get(k)!=v} for cb,was in zip(self.cbs, self.was)]
+    for o,state in pairs: LearnerState(state).put(o)

@@ -347,6 +347,7 @@ def prepare(self:RankAccelerator,
     for was,new in zip(objs, [res] if len(objs)==1 else res):
         if isinstance(new, DistributedDataParallel): _hold_group(new)
         if new is was or isinstance(new, DistributedDL) or not isinstance(was, TorchLoader): continue
+        new.original = was
         if was.batch_size: new.batch_size = was.batch_size//(self.world.size if live.split_batches else 1)
     return res
 
