@@ -32,7 +32,7 @@ Modules:
 - `fastdist.comm.failures`: Errors of one rank, and how they reach the main thread of another
 - `fastdist.comm.job`: What the ranks of a job share beside the process group: decisions, and the error of one of them
 - `fastdist.comm.progress`: Where each rank is, and which rank keeps the others waiting
-- `fastdist.comm.rank0`: Work that rank 0 does first, or alone, while other ranks wait
+- `fastdist.comm.rank0`: Work that rank 0 does first, or that only rank 0 does, while other ranks wait
 - `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
 - `fastdist.comm.seeds`: Random numbers as a function of a seed and a place
 - `fastdist.comm.store`: Key-value store of one job, and who of its processes exist
@@ -67,7 +67,7 @@ Modules:
 - `fastdist.parallel.seeding`: A Learner whose random numbers are a function of the seed, the step and the sample
 - `fastdist.saving`: Files written once for all ranks, and read by any fastai
 - `fastdist.shard.files`: Files of a model in shards: whole tensors are read into rows, and rows are written by each rank
-- `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
+- `fastdist.shard.forward_sync`: All ranks make a forward pass of a model in shards, and a pass of one rank only is an error there
 - `fastdist.shard.layout`: Each rank holds a part of each parameter, and FSDP2 gathers them for the forward and the backward pass
 - `fastdist.shard.model`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.shard.optimizer`: An optimizer steps the shards of the parameters that it was made for

@@ -179,7 +179,7 @@ class Accelerator(RankAccelerator):
             instance = trainable_instance(call)
             if isinstance(instance, Learner): self.learner_options()
             try:
-                if self.in_head: res = self._on_new_ranks(call, start, all_ranks, show_all)
+                if self.in_parent: res = self._on_new_ranks(call, start, all_ranks, show_all)
                 else: res = self._in_place(instance, call, all_ranks)
             except RankError as e: raise e.with_traceback(None)
             return TrainedPair(model_and_opt(instance)) if instance is not None and res is None else res

@@ -41,13 +41,13 @@ def _check_whole(learn):
     if 'kept_in_shards' in vars(learn): raise RuntimeError('You left a context with keep_sharded=True, so each rank holds a part of the model, and this is outside of the context. '
         'HINT: `with learn.distrib_ctx(shard=True):` around it; without keep_sharded the model is whole afterwards')
     for cb in learn._grab_cbs(DistributedTrainer):
-        if cb.layout and cb.size==1: cb.layout.files.check_alone()
+        if cb.layout and cb.size==1: cb.layout.files.check_single_process()
 
 # %% ../nbs/901_saving.ipynb #d27ff9b7
 def _layout(learn):
     "Return how the parameters of `learn` lie on the ranks that it trains on at the moment, which meet again after an error that the script caught; `None` in one process"
     cb = first(cb for cb in learn._grab_cbs(DistributedTrainer) if cb.size>1)
-    if cb: cb.job.revive()
+    if cb: cb.job.restart()
     return cb and cb.layout
 
 def _has_ranks(learn):

@@ -61,7 +61,7 @@ def has_shape(
 
 # %% ../../nbs/109_comm.draws.ipynb #77d1a86d
 class Shapes:
-    "Shapes in which a function draws: `found` in two runs of it, else told by their size"
+    "Shapes in which a function draws: `found` in two runs of it, else inferred from their size"
     def __init__(self,
         found=(), # A `Pattern` for each draw, in their order
         weights=(), # Shapes of parameters and buffers

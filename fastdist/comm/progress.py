@@ -119,13 +119,13 @@ class Judge:
         "Return ranks that wait for each other in different exchanges, both in this look and in the one before"
         all_wait = len(here)==n and all(o['secs']>1 for o in here.values())
         places = {(o['n'],o['name'],o['kind']):(r,o) for r,o in here.items()}.values() # one rank of each
-        found = {(r,s):(a,b) for r,a in here.items() if a['secs']>1 or a['kind']=='cancel' for s,b in places if s!=r and are_apart(a, b, all_wait)}
+        found = {(r,s):(a,b) for r,a in here.items() if a['secs']>1 or a['kind']=='cancel' for s,b in places if s!=r and are_out_of_sync(a, b, all_wait)}
         before,self.suspects = self.suspects,found
         sure = [k for k,pair in found.items() if k in before and all(map(_still_there, before[k], pair))]
         if not sure: return self._print_waits(here)
         ranks = {r:here[r] for k in sure if k[0]==sure[0][0] for r in k}
         cancels = [r for r,o in ranks.items() if o['kind']=='cancel']
-        return cancels[0] if len(cancels)==1 else None,apart_text(ranks),False
+        return cancels[0] if len(cancels)==1 else None,out_of_sync_text(ranks),False
 
     def _print_waits(self, here):
         waits = {r:o for r,o in here.items() if o['secs']>self.notice}

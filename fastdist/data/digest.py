@@ -97,11 +97,11 @@ def dataset_digest(
     if mine is not None: return mine
     items = getattr(ds, 'items', None)
     if items is not None and not callable(items): return items_digest(items)
-    found = [f'{k}={d}' for k,o in sorted(getattr(ds, '__dict__', {}).items()) if _tells(o, ds) and (d:=items_digest(o)) is not None]
+    found = [f'{k}={d}' for k,o in sorted(getattr(ds, '__dict__', {}).items()) if _may_be_data(o, ds) and (d:=items_digest(o)) is not None]
     return _digest(found) if found else None
 
 # %% ../../nbs/201_data.digest.ipynb #721f9e17
-def _tells(o, ds):
+def _may_be_data(o, ds):
     "Return whether `o` is as long as `ds`, and has plain values only"
     try: return len(o)==len(ds) and (not isinstance(o, (list,tuple)) or all(map(_plain, (o[i] for i in _at(len(o))))))
     except (TypeError,AttributeError,NotImplementedError): return False

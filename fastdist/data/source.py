@@ -4,7 +4,7 @@ A loader of fastai has samples that can be asked for by number, or a stream of t
 in another way, and yet one pass over it is to look like any other.
 
 One class for all would ask at each turn what it has before it. Here each kind is an object, a *source*, that answers two questions: how the order of a pass is drawn (`draw`), and how its batches are read (`open`,
-and in data workers `sample` and `create_batches`). It is handed the `Pass`, which says where it begins and with whom, and asks its `deal` which samples are whose.
+and in data workers `sample` and `create_batches`). It is handed the `Pass`, which says where it begins and with whom, and asks its `partition` which samples are whose.
 
 | kind | order | a rank reads |
 |---|---|---|
@@ -64,9 +64,9 @@ class FastaiSource:
     def __init__(self,
         dl, # The user's loader
         maker, # Loader that draws the order and makes items: `dl`, or one like it
-        deal:Deal # Samples of each rank, as far as they are known
+        partition:Partition # Samples of each rank, as far as they are known
     ):
-        self.dl,self.maker,self.deal,f = dl,maker,deal,dl.fake_l
+        self.dl,self.maker,self.partition,f = dl,maker,partition,dl.fake_l
         self.key = f.pin_memory,f.num_workers,f.timeout,f.persistent_workers,f.pin_memory_device
         self.idxs,self.first,self.seeds,self.joint = (),0,None,False # of the pass
 
@@ -101,12 +101,12 @@ class FastaiSource:
         f:callable # Called with `maker`
     ):
         "Return `f(maker)`, with the batch size of all ranks together"
-        with overridden(self.maker, bs=self.maker.bs and self.deal.g): return f(self.maker)
+        with overridden(self.maker, bs=self.maker.bs and self.partition.g): return f(self.maker)
 
     def n_batches(self)->int:
         "Return the number of this rank's batches"
         own = type(self.maker).__len__ is not DataLoader.__len__ and not hasattr(self.maker, 'partial_n')
-        return self.as_one(len) if own and self.deal.ranks.slicing else self.deal.n_batches()
+        return self.as_one(len) if own and self.partition.ranks.slicing else self.partition.n_batches()
 
     def items(self):
         "Begin to iterate over the data set, and return `maker`"
@@ -174,7 +174,7 @@ def other_rows(
 )->ValueError:
     "Return the error of a batch whose rows ranks cannot share out"
     return ValueError(f'A batch must have a row for each sample, or the rows of all its samples together, got other rows from {what}, and '
-        'ranks cannot tell whose they are. HINT: let it make rows of the samples that it is given and of no others, however many they are')
+        'ranks do not know whose they are. HINT: let it make rows of the samples that it is given and of no others, however many they are')
 
 # %% ../../nbs/204_data.source.ipynb #3c07a242
 def _equal(a, b): return a.shape==b.shape and bool((a==b).all())
@@ -204,17 +204,17 @@ class Reader:
     "Reads this rank's part of a batch by the methods of the user's fastai loader `maker`"
     def __init__(self,
         maker, # fastai `DataLoader`
-        deal:Deal # Samples of each rank
+        partition:Partition # Samples of each rank
     ):
-        self.maker,self.deal,self.name = maker,deal,type(maker).__name__
+        self.maker,self.partition,self.name = maker,partition,type(maker).__name__
         self.order = self.lens = self.seeds = None # of the pass: samples of all ranks, lengths of their texts, `Seeds` of the data
         self.whole = self.grows = self.in_turn = None # from trials: whether batches are made whole; have rows of all items; one after the other
         self.make = partial(collate_items, maker)
         self.collate = CollateDraws(self.make, f'the loader {self.name}')
 
-    def begin(self, deal, order):
+    def begin(self, partition, order):
         "Begin a pass over the samples `order`"
-        self.deal,self.order = deal,None if deal.ranks.alone or makes_plainly(self.maker) else order
+        self.partition,self.order = partition,None if partition.ranks.single or makes_plainly(self.maker) else order
         lens = getattr(self.maker, 'res', None) if hasattr(self.maker, 'sort_func') else None
         self.lens = None if lens is None else [lens[i] for i in order]
 
@@ -223,13 +223,13 @@ class Reader:
         idxs # This rank's samples in it
     ): # A batch
         "Return this rank's part of batch `k`"
-        dl,plain = self.maker,self.deal.bs is not None and makes_plainly(self.maker)
+        dl,plain = self.maker,self.partition.bs is not None and makes_plainly(self.maker)
         b = rows(dl.dataset, idxs) if plain else None
         if b is not None: return b
         items = self.items(idxs, plain)
         if plain: return collate_items(dl, items, plain)
-        if self.deal.bs is None: return dl.do_batch(items[0])
-        with self.drawing(self.deal.rows(k)),self.padding(k): return self.rows_of(k, idxs, items)
+        if self.partition.bs is None: return dl.do_batch(items[0])
+        with self.drawing(self.partition.rows(k)),self.padding(k): return self.rows_of(k, idxs, items)
 
     def items(self, idxs, plain=False):
         "Return the items of the samples `idxs`; with a seed each is read from its place"
@@ -242,12 +242,12 @@ class Reader:
 
     def padding(self, k):
         "Return a context manager in which texts are padded to the longest that any rank has in batch `k`"
-        dl,g = self.maker,self.deal.g
-        if not self.lens or self.deal.ranks.size==1 or is_empty(dl, 'before_batch'): return nullcontext()
+        dl,g = self.maker,self.partition.g
+        if not self.lens or self.partition.ranks.size==1 or is_empty(dl, 'before_batch'): return nullcontext()
         return overridden(dl, before_batch=partial(padded_to, dl.before_batch, max(self.lens[k*g:(k+1)*g])))
 
     def rows_of(self, k, idxs, items):
-        "Return this rank's rows of batch `k`, made of its `items` if trials do not tell otherwise"
+        "Return this rank's rows of batch `k`, made of its `items` if probes do not show otherwise"
         if self.whole: return self.rows_of_whole(k)
         make = self.make if self.seeds is None else self.collate
         b = make(items)
@@ -266,38 +266,38 @@ class Reader:
 
     def rows_of_whole(self, k):
         "Return this rank's rows of batch `k` of all ranks, which the user's loader makes whole"
-        if self.order is None or not self.deal.ranks.slicing: raise other_rows(f'create_batch of {self.name}')
-        (lo,n,m),at = self.deal.rows(k),k*self.deal.g
+        if self.order is None or not self.partition.ranks.slicing: raise other_rows(f'create_batch of {self.name}')
+        (lo,n,m),at = self.partition.rows(k),k*self.partition.g
         idxs = listed(self.order[at:at+m])
         items = self.items(idxs if self.seeds is None else Placed(idxs, range(at, at+m), k))
-        with self.drawing((0,m,m)),overridden(self.maker, bs=self.deal.g): b = self.make(items)
+        with self.drawing((0,m,m)),overridden(self.maker, bs=self.partition.g): b = self.make(items)
         if not rows_match(b, m): raise other_rows(f'create_batch of {self.name}')
         return slice_rows(b, m, slice(lo, lo+n) if n else slice(0, 1))
 
 # %% ../../nbs/204_data.source.ipynb #e65651fb
 class Indexed(FastaiSource):
     "Batches of one rank, of a fastai loader with a known number of samples, which are asked for by number"
-    def __init__(self, dl, maker, deal):
-        super().__init__(dl, maker, deal)
-        self.reader,self.places = Reader(maker, deal),None
+    def __init__(self, dl, maker, partition):
+        super().__init__(dl, maker, partition)
+        self.reader,self.places = Reader(maker, partition),None
 
     @property
     def in_turn(self): return self.reader.in_turn
 
     def draw(self, p):
         "Return this rank's part of the order; in one process with the ragged rest, which the loader reads before it leaves it out"
-        ranks,done = self.deal.ranks,p.skip*self.deal.each
+        ranks,done = self.partition.ranks,p.skip*self.partition.each
         idxs = p.order(partial(self.as_one, global_order), self.maker)
-        p.deal = self.deal.of(idxs)
-        if p.seeds: self.places = p.deal.positions(ranks.rank)[done:]
-        self.reader.begin(p.deal, idxs)
-        return (idxs if ranks.alone else p.deal.own(idxs))[done:]
+        p.partition = self.partition.of(idxs)
+        if p.seeds: self.places = p.partition.positions(ranks.rank)[done:]
+        self.reader.begin(p.partition, idxs)
+        return (idxs if ranks.single else p.partition.own(idxs))[done:]
 
     def sample(self):
         "Yield the batches of `idxs` that belong to this data worker; with a seed, with their places"
-        bs,n,seeds = self.deal.each,len(self.idxs),self.seeds
+        bs,n,seeds = self.partition.each,len(self.idxs),self.seeds
         self.reader.seeds = seeds
-        if self.deal.drop_last and not self.deal.ranks.slicing: n -= n%bs
+        if self.partition.drop_last and not self.partition.ranks.slicing: n -= n%bs
         for k in range(self.offs*bs, n, self.num_workers*bs):
             b = listed(self.idxs[k:k+bs])
             yield b if seeds is None else Placed(b, self.places[k:k+bs], self.first+k//bs)
@@ -307,14 +307,14 @@ class Indexed(FastaiSource):
     ):
         "Return batches of this rank, made by the user's `create_item`, `create_batch`, and so on"
         self.items()
-        if self.deal.ranks.alone: return self.filled(chain.from_iterable(lists))
+        if self.partition.ranks.single: return self.filled(chain.from_iterable(lists))
         return map(self.reader, count(self.first+self.offs, self.num_workers), lists)
 
     def filled(self,
         samps # Iterator over samples
     ):
-        "Yield the batches of one process alone, each filled up with the samples after one that is skipped"
-        dl,bs,drop = self.maker,self.deal.bs,self.deal.drop_last
+        "Yield the batches of a single process, each filled up with the samples after one that is skipped"
+        dl,bs,drop = self.maker,self.partition.bs,self.partition.drop_last
         if bs is None: yield from (dl.do_batch(o) for i in samps for o in fetch_items(dl, [i]))
         items,plain = [],False
         while bs and (idxs := list(islice(samps, bs-len(items)))):
@@ -330,8 +330,8 @@ class Indexed(FastaiSource):
 # %% ../../nbs/204_data.source.ipynb #3114e7d3
 class Stream(FastaiSource):
     "Slices of one rank, of a fastai loader whose samples can only be read in sequence"
-    def __init__(self, dl, maker, deal):
-        super().__init__(dl, maker, deal)
+    def __init__(self, dl, maker, partition):
+        super().__init__(dl, maker, partition)
         self.sequence = type(dl.dataset).__name__
         self.collate = CollateDraws(maker.do_batch, f'the loader {type(maker).__name__}')
 
@@ -341,14 +341,14 @@ class Stream(FastaiSource):
 
     def _order(self, p, maker):
         res = maker.get_idxs()
-        if p.joint and self.deal.ranks.rank: self.fake_l.generator = torch.Generator().set_state(torch.get_rng_state())
+        if p.joint and self.partition.ranks.rank: self.fake_l.generator = torch.Generator().set_state(torch.get_rng_state())
         return res
 
     def open(self, p, idxs):
-        "Return an iterator over this rank's batches, which are counted in `p.deal`"
+        "Return an iterator over this rank's batches, which are counted in `p.partition`"
         return counted(super().open(p, idxs), p)
 
-    def _mine(self, its): return (o for i,o in enumerate(its) if i//self.deal.g%self.num_workers==self.offs)
+    def _mine(self, its): return (o for i,o in enumerate(its) if i//self.partition.g%self.num_workers==self.offs)
 
     def sample(self):
         "Return the part of `idxs` that belongs to this data worker, by global batches"
@@ -362,7 +362,7 @@ class Stream(FastaiSource):
 
     def create_batches(self, samps):
         "Yield for each global batch of `samps` its size, a digest of its first sample, and this rank's slice"
-        d,seeds = self.deal,self.seeds
+        d,seeds = self.partition,self.seeds
         chunks = chunked(self._read(samps), d.g, d.drop_last)
         if self.joint and not seeds: chunks = drawn_alike(chunks, d.ranks.rank, self.maker)
         for k,items in zip(count(self.offs, self.num_workers), chunks):
@@ -373,20 +373,20 @@ class Stream(FastaiSource):
             yield len(items),items_digest(items[:1]),b
 
     def _batch(self, items):
-        if self.deal.bs is None: return self.maker.do_batch(items[0])
+        if self.partition.bs is None: return self.maker.do_batch(items[0])
         return self.collate(items) if self.seeds else self.maker.do_batch(items)
 
 # %% ../../nbs/204_data.source.ipynb #597cd2ec
 def counted(
     it, # Iterator over global batches: size, digest of the first sample, this rank's slice
-    p:Pass # The pass, whose `StreamDeal` counts them
+    p:Pass # The pass, whose `StreamPartition` counts them
 ):
     "Yield the slices of `it`, and count them"
     for m,first,b in it:
-        if p.joint and not p.deal.read: _compare_streams(first)
-        p.deal.count(m)
+        if p.joint and not p.partition.read: _compare_streams(first)
+        p.partition.count(m)
         yield b
-    if p.joint and not p.deal.read: _compare_streams(None)
+    if p.joint and not p.partition.read: _compare_streams(None)
 
 def _compare_streams(first):
     "Raise `ValueError` on all ranks unless `first`, a digest of the first sample, is the same on all; one all-reduce"
@@ -400,14 +400,14 @@ def _is_torchs(f): return getattr(getattr(f, 'fget', f), '__globals__', None) is
 
 def own_ways(
     dl, # fastai or torch `DataLoader`
-    alone:bool=False # Whether one process has all its batches
+    single:bool=False # Whether one process has all its batches
 )->list:
     "Return the names of methods by which `dl` goes through its batches in a way of its own, which no rank can go in part"
     if isinstance(dl, TorchLoader):
         names = '__iter__','_get_iterator','_index_sampler','_auto_collation','__len__'
         return [k for k in names if k in vars(dl) or not _is_torchs(getattr(type(dl), k, None))]
     res = [k for k in ('__iter__','sample','create_batches','chunkify') if not is_fastais(dl, k)]
-    endless = dl.n is None if dl.indexed else alone
+    endless = dl.n is None if dl.indexed else single
     return res + ['get_idxs']*endless
 
 class Whole:
@@ -415,15 +415,15 @@ class Whole:
     finished,in_turn,key = True,None,None
     def __init__(self,
         dl, # fastai or torch `DataLoader`
-        deal:StreamDeal, # Counts the rows of global batches as they come
+        partition:StreamPartition, # Counts the rows of global batches as they come
         ways=() # From `own_ways`
     ):
         self.dl = self.loader = dl
-        self.deal,self.ways,self.sequence = deal,ways,type(dl).__name__
-        self.g,self.torchs = deal.bs and deal.g,isinstance(dl, TorchLoader)
+        self.partition,self.ways,self.sequence = partition,ways,type(dl).__name__
+        self.g,self.torchs = partition.bs and partition.g,isinstance(dl, TorchLoader)
         self.maker = dl if self.torchs else rebatched(dl, self.g)
         self.fake_l = getattr(self.maker, 'fake_l', None)
-        if deal.ranks.size>1 and deal.bs is None: raise TypeError(f'A loader with its own {ways[0]} must have a batch size that ranks can set, '
+        if partition.ranks.size>1 and partition.bs is None: raise TypeError(f'A loader with its own {ways[0]} must have a batch size that ranks can set, '
             f'got {self.sequence}. HINT: give it bs or batch_size, or put what {ways[0]} does into the data set or the collate function')
 
     def take_workers(self, old): pass
@@ -460,16 +460,16 @@ class Whole:
 
     def _rows(self, p):
         "Yield for each batch of all ranks its rows, a digest of the first, and this rank's rows"
-        d,its = self.deal,self._batches()
+        d,its = self.partition,self._batches()
         if p.joint: its = drawn_alike(its, d.ranks.rank, self.dl)
         for b in its:
             m = n_rows(b, d.g) if d.bs else 1
             if d.ranks.size>1 and m is None: raise other_rows(f'{self.ways[0]} of {self.sequence}')
             mine = b if d.ranks.size==1 else slice_rows(b, m, d.mine(m))
-            yield m or 1,None if p.deal.read else items_digest([b]),mine
+            yield m or 1,None if p.partition.read else items_digest([b]),mine
 
     def open(self, p, idxs):
-        "Return an iterator over this rank's rows, which are counted in `p.deal`"
+        "Return an iterator over this rank's rows, which are counted in `p.partition`"
         if not p.past: p.begin()
         return counted(self._rows(p), p)
 
@@ -483,5 +483,5 @@ def fastai_source(
     "Return the source of a rank's batches of `dl`, as it is now"
     maker = rebatched(dl, bs and ranks.of_all(bs))
     if hasattr(maker, 'make_chunks') or not dl.indexed: ranks = replace(ranks, slicing=True)
-    deal = (Deal if dl.indexed else StreamDeal)(ranks, n_samples(maker), bs, drop_last)
-    return (Indexed if dl.indexed else Stream)(dl, maker, deal)
+    partition = (Partition if dl.indexed else StreamPartition)(ranks, n_samples(maker), bs, drop_last)
+    return (Indexed if dl.indexed else Stream)(dl, maker, partition)

@@ -4,7 +4,7 @@ A `torch.utils.data.DataLoader` keeps its sampler, batch sampler, collate functi
 
 Torch's own answer is a `DistributedSampler`. It knows nothing of the user's sampler, weights or batches, and shuffles by a seed of its own.
 
-So the user's samplers draw the global order, and a second torch loader, with all that the user's has, iterates over this rank's part of it. Batches of a batch sampler that the user wrote are dealt out
+So the user's samplers draw the global order, and a second torch loader, with all that the user's has, iterates over this rank's part of it. Batches of a batch sampler that the user wrote are given out
 whole. torch's loader draws a seed for its workers before its sampler draws the order. So does a share, from the same generator, which leaves the shuffles those of one process; its own workers get a seed for each rank.
 
 | kind | order | a rank reads |
@@ -66,7 +66,7 @@ def with_places(
     p:Pass # With `seeds`
 ):
     "Yield each batch of `its` as `Placed`, with its seeds and its rows in the global batch"
-    d,seeds = p.deal,p.seeds.within('data', own=[])
+    d,seeds = p.partition,p.seeds.within('data', own=[])
     at = iter(d.positions(d.ranks.rank)[d.n_before(p.skip):].tolist())
     for k,o in enumerate(its, p.skip):
         b = o if isinstance(o, list) else [o]
@@ -133,12 +133,12 @@ class TorchSource:
     finished,sequence,in_turn = False,'',None
     def __init__(self,
         dl, # The user's loader
-        deal:Deal # Samples of each rank, as far as they are known
+        partition:Partition # Samples of each rank, as far as they are known
     ):
         self.dl = self.maker = dl
-        self.deal = deal
+        self.partition = partition
         parts = [getattr(dl, k) for k in [*_for_workers,'dataset','sampler','batch_sampler']]
-        self.key = type(self),deal.bs,deal.drop_last,deal.ranks.seeded,*map(id, parts)
+        self.key = type(self),partition.bs,partition.drop_last,partition.ranks.seeded,*map(id, parts)
 
     def take_workers(self, old):
         "Use the loader of the source `old`, and its persistent data workers, unless their settings have changed"
@@ -154,7 +154,7 @@ class TorchSource:
         "Return whether pass `p` seeds data workers; persistent ones keep their seed"
         return not p.alive and self.loader._iterator is None
 
-    def n_batches(self): return self.deal.n_batches()
+    def n_batches(self): return self.partition.n_batches()
     def start(self): pass
     def close(self, p): pass
 
@@ -165,7 +165,7 @@ class TorchIndexed(TorchSource):
         "Return a loader over what `open` sets"
         dl,ds,kw = self.dl,self.dl.dataset,self.worker_args()
         plain = type(ds) in (list,tuple,TensorDataset) and dl.collate_fn is default_collate
-        if self.deal.ranks.seeded and not plain: ds = PlacedData(ds)
+        if self.partition.ranks.seeded and not plain: ds = PlacedData(ds)
         if dl.batch_sampler is None: return TorchLoader(ds, batch_size=None, sampler=Batches(), **kw)
         kw['collate_fn'] = checked_collate(dl.collate_fn)
         if isinstance(ds, PlacedData): kw['collate_fn'] = PlacedCollate(kw['collate_fn'], ds)
@@ -175,19 +175,19 @@ class TorchIndexed(TorchSource):
         "Return the order that the user's sampler draws, after the seed of data workers"
         if self.starts_workers(p):
             seed = torch.empty((), dtype=torch.int64).random_(generator=self.dl.generator).item()
-            self.loader.generator.manual_seed(seed-self.deal.ranks.rank)
+            self.loader.generator.manual_seed(seed-self.partition.ranks.rank)
         if p.seeds: p.seeds.within(own=[*enumerate(loader_generators(self.dl))])('order') # however many workers have taken a seed
-        return list(self.dl.batch_sampler) if isinstance(self.deal, BatchDeal) else as_order(sampler(self.dl))
+        return list(self.dl.batch_sampler) if isinstance(self.partition, BatchPartition) else as_order(sampler(self.dl))
 
     def draw(self, p):
         "Return this rank's part of the order"
         idxs = p.order(partial(self._order, p), self.dl)
-        p.deal = self.deal.of(idxs)
-        return p.deal.own(idxs)[p.skip*p.deal.each:]
+        p.partition = self.partition.of(idxs)
+        return p.partition.own(idxs)[p.skip*p.partition.each:]
 
     def open(self, p, idxs):
         "Return an iterator over this rank's batches, with data workers seeded and started"
-        o,d = self.loader,self.deal
+        o,d = self.loader,self.partition
         by = ifnone(o.batch_sampler, o.sampler)
         by.set(idxs, d.bs, d.drop_last and not d.ranks.slicing, p if isinstance(o.dataset, PlacedData) else None)
         it = watched_workers(partial(iter, o))
@@ -238,12 +238,12 @@ class TorchAsIs(TorchSource):
     def draw(self, p):
         "Count an epoch of the user's `DistributedSampler`; the order is drawn as it goes"
         by = sampler(self.dl)
-        if not self.deal.ranks.alone: by.set_epoch(by.epoch+1)
+        if not self.partition.ranks.single: by.set_epoch(by.epoch+1)
 
     def open(self, p, idxs):
         "Return an iterator over the batches of the user's loader itself"
         dl,name = self.dl,'sampler' if self.dl.batch_sampler is None else 'batch_sampler'
-        ahead,note = dl.num_workers*(dl.prefetch_factor or 0),p.deal.note if isinstance(p.deal, BatchDeal) else noop
+        ahead,note = dl.num_workers*(dl.prefetch_factor or 0),p.partition.note if isinstance(p.partition, BatchPartition) else noop
         with ExitStack() as stack:
             by = From(getattr(dl, name), p.at, lambda: (stack.close(),p.begin()), ahead, note)
             stack.enter_context(_ordered_by(dl, name, by, p.alive))
@@ -254,17 +254,17 @@ class TorchAsIs(TorchSource):
 
     def close(self, p):
         "Note how many batches the user's own batch sampler made"
-        if isinstance(p.deal, BatchDeal): p.deal.n = len(p.deal.lens)
+        if isinstance(p.partition, BatchPartition): p.partition.n = len(p.partition.lens)
 
 # %% ../../nbs/205_data.torch_loader.ipynb #66472f98
 class SliceCollate:
     "Collate function of global batches: size, digest of the first sample, and this rank's slice, collated by the user's `f`"
-    def __init__(self, f, deal): self.f,self.deal,self.joint,self.seeds,self.own,self.k = f,deal,False,None,None,0
+    def __init__(self, f, partition): self.f,self.partition,self.joint,self.seeds,self.own,self.k = f,partition,False,None,None,0
 
     def _drawing(self):
         "Return a context manager for random numbers of this rank's own"
         if not self.joint or self.seeds: return nullcontext()
-        if self.own is None: self.own = RandomStream(zlib.crc32(torch.get_rng_state().numpy(), self.deal.ranks.rank))
+        if self.own is None: self.own = RandomStream(zlib.crc32(torch.get_rng_state().numpy(), self.partition.ranks.rank))
         return self.own
 
     def place(self):
@@ -272,8 +272,8 @@ class SliceCollate:
         if self.seeds: self.seeds('stream', getattr(get_worker_info(), 'id', 0), self.k)
 
     def __call__(self, b):
-        mine = b[self.deal.mine(len(b))]
-        with self._drawing(): res = self.f(mine if self.deal.bs else mine[0])
+        mine = b[self.partition.mine(len(b))]
+        with self._drawing(): res = self.f(mine if self.partition.bs else mine[0])
         self.k += 1
         self.place()
         return len(b),items_digest(b[:1]),res
@@ -281,13 +281,13 @@ class SliceCollate:
 # %% ../../nbs/205_data.torch_loader.ipynb #6b471141
 class TorchStream(TorchSource):
     "Slices of one rank, of a torch loader whose samples can only be read in sequence"
-    def __init__(self, dl, deal):
-        super().__init__(dl, deal)
+    def __init__(self, dl, partition):
+        super().__init__(dl, partition)
         self.sequence = type(dl.dataset).__name__
 
     def make(self):
         "Return a loader of global batches, of which this rank's slice is collated"
-        f,d,kw = self.dl.collate_fn,self.deal,self.worker_args()
+        f,d,kw = self.dl.collate_fn,self.partition,self.worker_args()
         kw['collate_fn'] = SliceCollate(checked_collate(f) if d.bs else f, d)
         return TorchLoader(self.dl.dataset, d.g, drop_last=d.drop_last, **kw)
 
@@ -313,9 +313,9 @@ class TorchStream(TorchSource):
             place()
 
     def open(self, p, idxs):
-        "Return an iterator over this rank's slices, which are counted in `p.deal`"
+        "Return an iterator over this rank's slices, which are counted in `p.partition`"
         its = self._batches()
-        if p.joint and not p.seeds and not self.dl.num_workers: its = drawn_alike(its, self.deal.ranks.rank, self.dl)
+        if p.joint and not p.seeds and not self.dl.num_workers: its = drawn_alike(its, self.partition.ranks.rank, self.dl)
         if not p.past: p.begin()
         return counted(its, p)
 
@@ -329,8 +329,8 @@ def torch_source(
     "Return the source of a rank's batches of `dl`, as it is now"
     n = n_samples(dl)
     if isinstance(dl.dataset, IterableDataset):
-        deal = StreamDeal(replace(ranks, slicing=True), n, bs, drop_last)
-        return Whole(dl, deal, ['__iter__']) if ranks.alone else TorchStream(dl, deal)
-    if not ranks.alone and isinstance(sampler(dl), DistributedSampler): return TorchAsIs(dl, GivenDeal(ranks, n, bs, drop_last, len(dl)))
-    deal = (BatchDeal if has_batches(dl) else Deal)(ranks, n, bs, drop_last)
-    return (TorchAsIs if ranks.alone else TorchIndexed)(dl, deal)
+        partition = StreamPartition(replace(ranks, slicing=True), n, bs, drop_last)
+        return Whole(dl, partition, ['__iter__']) if ranks.single else TorchStream(dl, partition)
+    if not ranks.single and isinstance(sampler(dl), DistributedSampler): return TorchAsIs(dl, GivenPartition(ranks, n, bs, drop_last, len(dl)))
+    partition = (BatchPartition if has_batches(dl) else Partition)(ranks, n, bs, drop_last)
+    return (TorchAsIs if ranks.single else TorchIndexed)(dl, partition)

@@ -1,6 +1,6 @@
 """Validation losses, metrics and predictions, as one process would have them
 
-Each rank evaluates its slices of the global batches with the bare model, and exchanges nothing meanwhile but what a metric that needs whole batches asks for. When the phase ends, all that the reports need goes through one
+Each rank evaluates its slices of the global batches with the unwrapped model, and exchanges nothing meanwhile but what a metric that needs whole batches asks for. When the phase ends, all that the reports need goes through one
 exchange: the state of each metric, and for some losses a few numbers for each batch. Metrics that keep rows take a second one, for their values.
 
 An average of the values of ranks is not enough. It is right for a mean over samples when all ranks have the same number of them, and

@@ -193,18 +193,18 @@ class Reduction:
 
     def forget(self):
         "Forget what is known of losses: an error has ended ranks at different places, and they ask together"
-        self.known,self._key,self._current,self._kind = {},None,None,None # `known`: id of a loss `f` -> whether it is `told`, `how` it reduces, number of `calls` of `ask`
+        self.known,self._key,self._current,self._kind = {},None,None,None # `known`: id of a loss `f` -> whether it is `known`, `how` it reduces, number of `calls` of `ask`
         self.noted = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
 
-    def note(self)->bool: # As `is_told`
+    def note(self)->bool: # As `is_known`
         "Note the Learner's loss function, which has just computed the loss of a batch: callbacks may put back another one at any event after it"
         f = self.learn.loss_func
         key,self.noted = (f,getattr(f, 'reduction', None)),True
         if self._key!=key:
-            if id(f) not in self.known: self.known[id(f)] = SimpleNamespace(f=f, told=not is_opaque(f), how=None, calls=0)
+            if id(f) not in self.known: self.known[id(f)] = SimpleNamespace(f=f, known=not is_opaque(f), how=None, calls=0)
             self._key,self._current = key,self.known[id(f)]
             self._set_kind()
-        return self._current.told
+        return self._current.known
 
     def _set_kind(self):
         f,how = self._current.f,self._current.how
@@ -212,10 +212,10 @@ class Reduction:
         self._kind = summed,has_normaliser(f)
 
     @property
-    def is_told(self):
+    def is_known(self):
         "Whether there is nothing left to ask of the loss that was noted last, else of the Learner's"
         if not self.noted: self.note()
-        return self._current.told
+        return self._current.known
 
     @property
     def loss_func(self):
@@ -233,7 +233,7 @@ class Reduction:
         here # The Learner with this rank's batch, `None` if it has none
     ):
         "Determine the reduction of the loss, unless it is known; all ranks call it at the same place"
-        if self.is_told: return
+        if self.is_known: return
         o = self._current
         o.calls += 1
         if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
@@ -241,11 +241,11 @@ class Reduction:
         found = {*gather_objs(mine and loss_reduction(o.f, *mine))}-{None}
         if not found: found = {self._ask_together(o.f, gather_objs(mine))}-{None}
         if not found: return
-        o.told,o.how = True,found.pop() if len(found)==1 else 'unknown' if 'unknown' in found else 'other'
+        o.known,o.how = True,found.pop() if len(found)==1 else 'unknown' if 'unknown' in found else 'other'
         self._set_kind()
         if self.world.rank: return
         what,hint = _two_means if has_two_means(o.f) else _neither
-        if o.how=='other': warn(f'Your loss is {what}, so ranks weigh it by their number of samples, and N of them differ from one process. HINT: '
+        if o.how=='other': warn(f'Your loss is {what}, so ranks scale it by their number of samples, and N of them differ from one process. HINT: '
             +hint.format(getattr(loss_module(o.f), 'eps', None)))
         if o.how=='unknown' and not stated(o.f):
             self.unsettled.add('your loss does not say how it reduces, and is taken for a mean over samples')

@@ -323,18 +323,18 @@ def hold(
     def back(self):
         self.__class__ = own
         return self
-    class Held(own):
+    class Guarded(own):
         value = property(lambda self: outcome())
         def reset(self): return back(self).reset()
         def __reduce_ex__(self, protocol):
             try: return back(self).__reduce_ex__(1) # later protocols compare the class with that of the object
-            finally: self.__class__ = Held
+            finally: self.__class__ = Guarded
         def __getattribute__(self, k):
             if k not in away: return own.__getattribute__(self, k)
             raise AttributeError(f'You read {k} of the metric {self.name}, but after an evaluation rank 0 alone has the rows of all ranks. '
                 'HINT: read it on rank 0, or compute what you need of it in `value`')
-    Held.__name__,Held.__qualname__,Held.__module__ = own.__name__,own.__qualname__,own.__module__
-    met.__class__ = Held
+    Guarded.__name__,Guarded.__qualname__,Guarded.__module__ = own.__name__,own.__qualname__,own.__module__
+    met.__class__ = Guarded
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #f8589710
 def batch_losses(

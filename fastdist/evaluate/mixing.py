@@ -89,7 +89,7 @@ class CopyProbe:
 
     def run(self, xb, training, times=1):
         "Return `module_outputs` of a copy in the last of `times` passes"
-        with alone(self.copies):
+        with no_exchange(self.copies):
             model = self.copies()
             for _ in range(times): res = module_outputs(model, xb, training)
             return res
@@ -237,7 +237,7 @@ def callback_mixes(
     was:dict, # From `given`, before the event
     learn:Learner, # With `cb`
     most:int=6 # Samples to run
-)->bool: # `None` where a probe cannot tell
+)->bool: # `None` where a probe shows nothing
     "Return whether what `cb` makes of a batch in `event` is more than what it makes of parts of it, put together; of losses, their mean"
     total = find_bs(was.get('yb') or was['xb'])
     if total<4 or not all(was[k].isfinite().all() for k in was if 'loss' in k): return
@@ -284,7 +284,7 @@ def _is_linear(f, p, accumulated):
 
 def hook_linearity(
     model:nn.Module # Its parameters may have hooks of a user
-)->dict: # Name of a parameter -> whether its hooks are linear, `None` where no probe can tell
+)->dict: # Name of a parameter -> whether its hooks are linear, `None` where a probe shows nothing
     "Return what a probe finds about the hooks that a user has registered on parameters of `model`"
     res = {}
     for k,p in model.named_parameters():

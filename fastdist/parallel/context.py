@@ -1,6 +1,6 @@
 """From joining a job to leaving it: the connections, the device, the precision, and who prints
 
-A Learner that enters a context joins a job: its store and a process group are opened, Accelerate is told where this process stands, the Learner moves to this rank's device, and from
+A Learner that enters a context joins a job: its store and a process group are opened, Accelerate receives where this process stands, the Learner moves to this rank's device, and from
 there on only rank 0 shows and writes.
 
 Done one after the other and undone at the end, they leave a gap. The third of them fails, and the first two stay.
@@ -128,7 +128,7 @@ class JobContext:
         place_model=True # Whether model and optimizer state are moved to the device
     ):
         self.learn,self.world,self.helpers,self.member = learn,world,L(),Membership(world)
-        self.explain,self.begun = noop,time.monotonic_ns() # called with an error of this rank, may add a note to it; tells jobs apart
+        self.explain,self.begun = noop,time.monotonic_ns() # called with an error of this rank, may add a note to it; identifies the job
         self.live,self.control,self.own_control = None,None,False
         self.opened = ExitStack() # what was opened, to be closed in reverse order
         try:
@@ -206,20 +206,20 @@ class JobContext:
         control.interrupt.enable()
         try:
             with control.progress.watch(where, pos): yield
-        except BaseException as e: self.blame(e)
+        except BaseException as e: self.reraise(e)
         control.interrupt.enable()
 
-    def blame(self,
+    def reraise(self,
         e:BaseException # Caught on this rank
     ):
         "Raise `e`, or the error of another rank that caused it, and report it to all ranks"
         control = self.control
         if control and not isinstance(e, (KeyboardInterrupt,SystemExit)):
             cause = control.cause(e)
-            if cause: raise self._told(cause) from None
+            if cause: raise self._reported(cause) from None
         self.explain(e)
         if control: self._report(e)
-        raise self._told(e)
+        raise self._reported(e)
 
     def _report(self, e):
         planned = isinstance(e, Preempted) or isinstance(e, (SystemExit,GeneratorExit)) and not getattr(e, 'code', None)
@@ -231,19 +231,19 @@ class JobContext:
         wait = 2. if isinstance(e, KeyboardInterrupt) else .3 # rank 0 may have to be let out of a collective before it notices its own Ctrl-C
         if self.control.farewell.as_rank0(wait): everywhere(e)
 
-    def _told(self, e):
-        vars(e)['_told'] = self._now()
+    def _reported(self, e):
+        vars(e)['_reported'] = self._now()
         return e
 
     def _now(self): return self.begun,self.control and self.control.generation
 
-    def is_told(self,
+    def is_reported(self,
         e:BaseException # Caught on this rank
     )->bool:
-        "Return whether `blame` has raised `e`, and ranks have begun nothing together since then"
-        return vars(e).get('_told')==self._now()
+        "Return whether `reraise` has raised `e`, and ranks have begun nothing together since then"
+        return vars(e).get('_reported')==self._now()
 
-    def revive(self)->bool:
+    def restart(self)->bool:
         "Renew a process group that broke; return whether all processes of the job are there"
         if self.control.state!='running': self._renew()
         return self.control.state=='running'

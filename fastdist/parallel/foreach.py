@@ -144,7 +144,7 @@ def steps_as_lists(
     return type(opt).step is _own_step and type(opt).all_params is _own_params and all(map(_known, opt.cbs))
 
 # %% ../../nbs/502_parallel.foreach.ipynb #d0f29559
-def _alone(p, s):
+def _steps_singly(p, s):
     "Return whether parameter `p`, with state `s`, steps by itself"
     if p.is_complex() or type(p) not in (Tensor,nn.Parameter): return True
     return not s.keys()<=_saved|{'force_train'} or type(s.get('step', 0)) is not int
@@ -190,13 +190,13 @@ class ListSteps:
         self.known = self.knows(opt) and all(map(_known, cbs)) and not _overlap(map(row, chain(*live)))
         if not self.known: return
         self.fs = [(_lists[getattr(cb, 'func', cb)], getattr(cb, 'keywords', {})) for cb in cbs]
-        self.alone,self.parts = [],[] # of each group: parameters that step by themselves, and lists that step together
+        self.single,self.parts = [],[] # of each group: parameters that step by themselves, and lists that step together
         for ps in live:
-            alone,together = [],{}
+            single,together = [],{}
             for p in ps:
-                if _alone(row(p), state[p]): alone.append(p)
+                if _steps_singly(row(p), state[p]): single.append(p)
                 else: together.setdefault((p.device, p.dtype, state[p].get('step', 0)), []).append(p)
-            self.alone.append(alone)
+            self.single.append(single)
             sizes = {device:2**20 if device.type=='cpu' else 2**28 for device,*_ in together} # bytes
             self.parts.append([part for (device,*_),same in together.items() for part in _parts(same, sizes[device])])
 
@@ -217,9 +217,9 @@ class ListSteps:
         if closure is not None or not self.on or not self._planned():
             return self.other(closure) if self.other else type(self.opt).step(self.opt, closure)
         with torch.no_grad():
-            for parts,alone,h in zip(self.parts, self.alone, self.opt.hypers):
+            for parts,single,h in zip(self.parts, self.single, self.opt.hypers):
                 for ps in parts: self._part(ps, h)
-                for p in alone: self._one(p, h)
+                for p in single: self._one(p, h)
 
     def _part(self, params, h):
         x = _Part(params, self.state, self.row)

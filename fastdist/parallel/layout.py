@@ -54,10 +54,10 @@ from .norms import *
 
 # %% ../../nbs/504_parallel.layout.ipynb #36e06759
 def warn_overtaken(
-    apart:list # Of each rank: whether its GPU has overtaken an exchange that was broken
+    overtaken:list # Of each rank: whether its GPU has overtaken an exchange that was broken
 ):
     "Warn that what these ranks hold may come from a part of a gradient"
-    ranks = [str(r) for r,overtaken in enumerate(apart) if overtaken]
+    ranks = [str(r) for r,o in enumerate(overtaken) if o]
     which = f's of ranks {", ".join(ranks)}' if len(ranks)>1 else f' of rank {ranks[0]}'
     warn(f'An error broke an exchange, and the GPU{which} went on with what was there of it, so weights may come '
         'from a part of a gradient. HINT: a Checkpoint, from which the next start goes on, or learn.load of what was saved before')
@@ -75,10 +75,10 @@ def of_one_rank(
     before:bool=False # Whether this rank has overtaken an exchange in a context before
 ):
     "Give all ranks what one has that has overtaken nothing; warn where there is none"
-    rank,apart = this_world().rank,gather_objs(has_overtaken() or before)
+    rank,overtaken = this_world().rank,gather_objs(has_overtaken() or before)
     src = 0
-    if False in apart: src = apart.index(False)
-    elif rank==0: warn_overtaken(apart)
+    if False in overtaken: src = overtaken.index(False)
+    elif rank==0: warn_overtaken(overtaken)
     theirs = broadcast_obj(to_cpu(take()) if rank==src else None, src)
     if rank!=src: put(theirs)
 
@@ -140,7 +140,7 @@ class LayoutFiles:
     "Interface of a Learner's files; does what is needed where each rank holds all values"
     reads_to = None # Device to which files are read; that of the loaders by default
 
-    def check_alone(self): "Raise `RuntimeError` unless one rank can read and write the model without the others"
+    def check_single_process(self): "Raise `RuntimeError` unless one rank can read and write the model without the others"
 
     def whole(self,
         learn:Learner # In the layout
@@ -159,7 +159,7 @@ class LayoutFiles:
         "Return gradients that lie outside of parameters until they are exchanged"
         return {}
 
-    def apart(self,
+    def divided(self,
         learn:Learner, # In the layout
         state:dict, # From `snapshot`, its parts 'model' and 'opt' at least
         left=False # Whether gradients that no step has used are part of the state
@@ -178,7 +178,7 @@ class LayoutFiles:
 # %% ../../nbs/504_parallel.layout.ipynb #803dd94f
 class Layout:
     "Layout of a Learner's parameters in one process, and the interface of the others"
-    gathers = bare = False # Whether each rank has rows of the model, so that a forward pass takes all ranks; whether the wrapper is left out
+    gathers = unwrapped = False # Whether each rank has rows of the model, so that a forward pass takes all ranks; whether the wrapper is left out
     looks = False # Whether each step looks for parameters without a gradient; part of the state of a fit
     files = LayoutFiles()
     def __init__(self,
@@ -256,10 +256,10 @@ class Layout:
 
     def reduce(self,
         numbers:torch.Tensor, # As for `backward`
-        tell=True # Whether the mean of `numbers` is needed
-    )->torch.Tensor: # Mean of `numbers` over ranks, where `tell` is set
+        wanted=True # Whether the mean of `numbers` is needed
+    )->torch.Tensor: # Mean of `numbers` over ranks, where `wanted` is set
         "Exchange the gradients and `numbers` that `backward` did not exchange; called after it"
-        return numbers.clone() if tell else None
+        return numbers.clone() if wanted else None
 
     def average(self,
         params:list, # Trained
@@ -272,7 +272,7 @@ class Layout:
     def counted(self,
         f:callable # The optimizer's step
     )->callable: # Called in its place
-        "Return `f`, so that a layout can tell where an error has stopped this rank"
+        "Return `f`, so that a layout knows where an error has stopped this rank"
         return f
 
     def probe(self,
@@ -405,7 +405,7 @@ class Replicated(Layout):
         "Restore norms, and let Accelerate forget the wrappers"
         super().forget()
         self.wrapped,self.one,self.exchanging = None,None,True # a `Wrapped`; gradient that a pass begins from; whether this batch exchanges
-        self.waits = self.bare = self.looks = False # `waits`: whether DDP waits for a backward pass
+        self.waits = self.unwrapped = self.looks = False # `waits`: whether DDP waits for a backward pass
         self.live.forget()
 
     def renew(self,
@@ -477,7 +477,7 @@ class Replicated(Layout):
             flags = w.flags*(numbers[1]!=0) if w.looks else w.flags
             return self.requests.with_own(numbers, flags)
 
-    def reduce(self, numbers, tell=True):
+    def reduce(self, numbers, wanted=True):
         "Average gradients that DDP did not see, and `numbers` where they did not travel with it"
         w,waited,mean = self.wrapped,self.waits,None
         self.waits = False
@@ -487,7 +487,7 @@ class Replicated(Layout):
         if rest and waited: rest = [p for p in rest if p.requires_grad]
         looks = waited and w.looks
         if rest: mean = ifnone(mean, average_grads(rest, self._numbers(numbers)))
-        elif mean is None and (tell or looks): mean = all_reduce(self._numbers(numbers), kind='step')/self.size
+        elif mean is None and (wanted or looks): mean = all_reduce(self._numbers(numbers), kind='step')/self.size
         if looks: self._receive_flags(mean[Requests.width:])
         return None if mean is None else self.requests.without(mean[:Requests.width])
 
@@ -508,7 +508,7 @@ class Replicated(Layout):
         if not self.waits: return
         if self.through.static_graph: raise RuntimeError(_static)
         self.through.reducer._reset_state()
-        self.waits,self.bare = False,True
+        self.waits,self.unwrapped = False,True
 
     def compare(self,
         learn:Learner, # Its model, loss and optimizer are compared

@@ -277,9 +277,9 @@ class DrawTrials:
 _counts = WeakKeyDictionary() # Learner -> how often each kind of place was in each
 _of_samples,_of_weights = ('before_batch','after_pred','after_loss','before_backward'),('after_backward','before_step','after_step','after_batch')
 
-def _rows(deal, k, b):
+def _rows(partition, k, b):
     "Return the rows of this rank in batch `k`, or those that a rank without any computes to make the step; raise `SeedError` where nobody knows them"
-    rows = deal.rows(k)
+    rows = partition.rows(k)
     if rows is None: raise SeedError('You set a seed, and your DistributedSampler gives each rank samples of which the others know nothing',
         'leave it out, and ranks share the sampler of one process')
     lo,n,total = rows
@@ -367,8 +367,8 @@ class Seeding(Seeded):
         k = learn.iter
         if self.many and self.encoders: _check_chunks(self.encoders, learn.xb[0])
         if isinstance(dl, DistributedDL):
-            deal = dl._pass.deal
-            rows,counts = _rows(deal, k, learn.xb),k not in deal.totals
+            partition = dl._pass.partition
+            rows,counts = _rows(partition, k, learn.xb),k not in partition.totals
         places.stack.append(self.seeds.within('batch', k))
         try:
             self.seeds()
@@ -395,7 +395,7 @@ class Seeding(Seeded):
         p.seeds.within(own=own_generators(tfms))('transform', k)
         shapes = ifnone(known, Shapes())
         shapes.inputs = _shapes(b)
-        with self.draws.on(rows=_rows(p.deal, k, b), shapes=shapes, counts=k not in p.deal.totals): res = tfms(b)
+        with self.draws.on(rows=_rows(p.partition, k, b), shapes=shapes, counts=k not in p.partition.totals): res = tfms(b)
         if self.many: self.trials.check(known is not None, 'a batch transform')
         return res
 
@@ -420,7 +420,7 @@ class Seeding(Seeded):
 
     def _watched(self, cb, event, f, number):
         "Call `f`, the `event` of `cb`, at a place of its own"
-        if self.phases.alone(): return f()
+        if self.phases.rank0_evaluates(): return f()
         here,trials,known,rows = (*self.seeds.place,'callback',cb.name,number,event),self.trials,None,(0,0,0)
         tries = self.many and event in _of_samples
         if tries: known = trials.of_event(cb, event)
@@ -439,7 +439,7 @@ class Seeding(Seeded):
         check_drawn(count, gather_objs)
 
     def _on_with_events(self, run, f, event_type, ex, final=noop):
-        if self.phases.alone(): place = overridden(self.draws, rows=(0,0,0))
+        if self.phases.rank0_evaluates(): place = overridden(self.draws, rows=(0,0,0))
         elif event_type in ('backward','step'): place = nullcontext()
         else:
             place = self.around(event_type)

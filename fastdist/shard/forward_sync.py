@@ -1,4 +1,4 @@
-"""All ranks make a forward pass of a model in shards, and a rank that is alone in one is told so
+"""All ranks make a forward pass of a model in shards, and a pass of one rank only is an error there
 
 A forward pass gathers the shards of all ranks, so it is an exchange. In a step and in an evaluation all ranks make it at the same place, and nothing has to be said. But people call a model elsewhere: a callback on rank 0 looks at activations,
 a script predicts where `rank==0`, a unit is called by itself.
@@ -36,9 +36,9 @@ class ForwardPasses:
     "Forward passes of models in shards, each of which all ranks make"
     def __init__(self,
         models:ShardedModels, # Of a Learner
-        alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
+        rank0_evaluates:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
-        self.models,self.alone = models,alone
+        self.models,self.rank0_evaluates = models,rank0_evaluates
         self.free,self.leads = False,False # whether the batch's own pass is to come; whether the others serve the passes of this rank
         self.opener,self.stack = None,ExitStack() # what began the pass that runs
 
@@ -48,7 +48,7 @@ class ForwardPasses:
         self.stack.close()
 
     def _begin(self, shards, i):
-        if self.alone(): raise RuntimeError(_alone)
+        if self.rank0_evaluates(): raise RuntimeError(_rank0_only)
         if current_job() is None: raise RuntimeError(_outside)
         own = self.free and i==len(shards.parts)-1
         if not own: self.stack.enter_context(exchange('a forward pass of the model in shards'))
@@ -110,7 +110,7 @@ class ForwardPasses:
         return res
 
 # %% ../../nbs/606_shard.forward_sync.ipynb #2a6d2b9f
-_alone = ('You let rank 0 alone use a model in shards, and a forward pass needs the shards of all ranks. HINT: a callback without rank0_only, or shard=False')
+_rank0_only = ('You let rank 0 alone use a model in shards, and a forward pass needs the shards of all ranks. HINT: a callback without rank0_only, or shard=False')
 _outside = ('The model is in shards, which ranks hold, and this is outside of their context. HINT: `with learn.distrib_ctx(shard=True):` around it')
 
 # %% ../../nbs/606_shard.forward_sync.ipynb #f06e6eff

@@ -6,7 +6,7 @@ In shards the model has to be, all the time that the Learner is in its context. 
 
 Afterwards the Learner is the user's, whole on every rank, also after an error. Torch's `full_tensor` needs the process group that the parameters were cut in, which is gone then. So rows are gathered one parameter after the other, over the group that is there. Where a process was lost its rows are lost with it: the others get NaN for them, and a warning.
 
-FSDP averages gradients. A step needs more: what the losses of all ranks weigh, gradients of what is not in shards, and an answer to what a callback does with parameters that are not whole.
+FSDP averages gradients. A step needs more: the weights of the losses of all ranks, gradients of what is not in shards, and an answer to what a callback does with parameters that are not whole.
 
 `Sharded` is a `Layout` as `Replicated` is. The trainer calls the same methods, and the numbers are the same."""
 
@@ -166,7 +166,7 @@ class Sharder:
         shards.watch(partial(self.passes.before, shards), partial(self.passes.after, shards))
         if hasattr(model, 'reset'): model.reset = partial(_reset, shards, model.reset)
 
-    def adopt(self,
+    def attach(self,
         learn:Learner # Its model may be a new one
     ):
         "Put the model of `learn` in shards, unless it is, and give its optimizer the shards"
@@ -196,7 +196,7 @@ class Sharder:
                 'HINT: as many ranks as then, and a Checkpoint where that changes')
         self.models.update(kept)
         if kept: self._again(learn)
-        self.adopt(learn)
+        self.attach(learn)
 
     def renew(self, learn):
         "Put the models in shards again where the process group is another than before; return whether it is"
@@ -239,11 +239,11 @@ class Unsharder:
         opts:OptimizerShards # Of the same models
     ): self.job,self.models,self.opts,self.steps = job,models,opts,[0,0] # steps of the optimizer that are begun, and done
 
-    def _report(self, steps, apart):
+    def _report(self, steps, overtaken):
         "Warn on rank 0 of what an error has left, once"
         if not self.job.world.rank:
             warn_mixed(steps)
-            if any(apart): warn_overtaken(apart)
+            if any(overtaken): warn_overtaken(overtaken)
         owner = group_owner()
         if owner: owner.overtaken = False
         self.steps[:] = 0,0
@@ -254,7 +254,7 @@ class Unsharder:
         to=noop # Called with each tensor that was gathered
     )->tuple: # Parameter, or key of `Shards.kept` -> its values; identity of a state -> its values
         "Return all values, one after the other gathered"
-        state,kept = self.opts.held(learn.opt),self.models.kept()
+        state,kept = self.opts.stored(learn.opt),self.models.kept()
         keys,*reports = zip(*gather_objs(([*state, *kept],tuple(self.steps),has_overtaken())))
         self._report(*reports)
         common = set.intersection(*map(set, keys))
@@ -265,7 +265,7 @@ class Unsharder:
     def _mine(self, learn):
         "Return what `gathered` does, of what this rank has"
         params = {p:_with_nan(q, q) for s in self.models.values() for p,q in s.params.items()}
-        return params,{id(v):_with_nan(v, p) for v,p in self.opts.held(learn.opt).values()}
+        return params,{id(v):_with_nan(v, p) for v,p in self.opts.stored(learn.opt).values()}
 
     def leave(self, learn):
         "Give `learn` its whole models back"
@@ -283,7 +283,7 @@ class Unsharder:
         "Return what `gathered` does; where a process was lost, this rank's rows among NaN, with a warning"
         for _ in range(2):
             try:
-                if not self.job.revive(): raise RuntimeError('a process has ended')
+                if not self.job.restart(): raise RuntimeError('a process has ended')
                 with exchange('the model, which is put together'): return self.gathered(learn)
             except Exception as e: why = e
         warn(f'The model was in shards, and those of other ranks cannot be had any more ({type(why).__name__}: {why}), so what they held of its weights is NaN. '
@@ -298,7 +298,7 @@ class ShardFiles(LayoutFiles):
         unsharder:Unsharder # Of the Learner
     ): self.unsharder,self.models,self.opts = unsharder,unsharder.models,unsharder.opts
 
-    def check_alone(self):
+    def check_single_process(self):
         "Raise `RuntimeError`, since each rank has a part of the model"
         raise RuntimeError('You let rank 0 alone save or load a model in shards, of which each rank has a part. HINT: a callback without rank0_only; rank 0 alone writes the file all the same')
 
@@ -309,8 +309,8 @@ class ShardFiles(LayoutFiles):
         with exchange('the model, which rank 0 puts together'): params,state = self.unsharder.gathered(learn, 0, lambda t: t if t is None else t.cpu())
         with ExitStack() as stack:
             if not self.unsharder.job.world.rank:
-                for s in self.models.values(): stack.enter_context(s.bare(params))
-                stack.enter_context(self.opts.bare(learn.opt, state))
+                for s in self.models.values(): stack.enter_context(s.unsharded(params))
+                stack.enter_context(self.opts.unsharded(learn.opt, state))
             yield
 
     @contextmanager
@@ -324,10 +324,10 @@ class ShardFiles(LayoutFiles):
         "Return gradients that wait for their exchange"
         return self.models.unsynced()
 
-    def apart(self, learn, state, left=False):
+    def divided(self, learn, state, left=False):
         "Return `state` without its tensors in shards, and copies of this rank's rows of them; nothing is gathered"
         self.models.rest()
-        return take_apart(learn, state, left, self.unsynced() if left else {})
+        return divide(learn, state, left, self.unsynced() if left else {})
 
     def rejoined(self, learn, state, folder):
         "Return `state` with this rank's rows of what is in shards"
@@ -345,9 +345,9 @@ _copy = 'The model is in shards, which cannot be copied. HINT: copy it before or
 _unused = ('A model in shards gives gradients to its parameters in a backward pass, and torch.autograd.grad with regard to them does not. HINT: backward(), or shard=False')
 _rows = 'The tensor is in shards, and this rank has some of its rows. HINT: t.full_tensor(), called on all ranks, is all of it; t.to_local() is the rows of this rank'
 
-_aside = ('HINT: in a model in shards, ask it for its parameters where you use them (self.encoder.parameters()), not for a list made before; or shard=False')
+_stale = ('HINT: in a model in shards, ask it for its parameters where you use them (self.encoder.parameters()), not for a list made before; or shard=False')
 
-_words = {'single memory location':f'The Parameter may be one of a model in shards, of before its context. {_aside}', 'is not supported for tensor subclasses':_rows,
+_words = {'single memory location':f'The Parameter may be one of a model in shards, of before its context. {_stale}', 'is not supported for tensor subclasses':_rows,
     'unevenly sharded tensor':_rows, 'not have been used in the graph':_unused, 'does not support deepcopy':_copy, 'DTensor':_sharded} # torch's
 
 def explain_shards(
@@ -360,14 +360,14 @@ def explain_shards(
 
 # %% ../../nbs/607_shard.layout.ipynb #cc458ca1
 _number = torch.ops.aten._local_scalar_dense.default
-_lone = ('You let rank 0 alone read a number of a tensor in shards, of which each rank has a part. HINT: a callback without rank0_only reads it on all ranks, and rank 0 logs it')
+_rank0_only = ('You let rank 0 alone read a number of a tensor in shards, of which each rank has a part. HINT: a callback without rank0_only reads it on all ranks, and rank 0 logs it')
 
-def _whole_number(alone):
+def _whole_number(rank0_evaluates):
     "Return a handler of torch's dispatcher that reads the number of a DTensor from all of its parts"
     def read(op, args, kwargs):
         t, = args
         if all(p.is_replicate() for p in t.placements): return op(t.to_local())
-        if alone(): raise RuntimeError(_lone)
+        if rank0_evaluates(): raise RuntimeError(_rank0_only)
         with exchange('the number of a tensor in shards'): return op(t.full_tensor())
     return read
 
@@ -380,11 +380,11 @@ def _set_data(t, v):
 
 @contextmanager
 def whole_numbers(
-    alone:callable=lambda: False # Returns whether rank 0 runs code that the others do not
+    rank0_evaluates:callable=lambda: False # Returns whether rank 0 runs code that the others do not
 ):
     "Let `item` and the like of a DTensor put its parts together inside this context, and `data` be set"
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    before,handlers[_number] = handlers.get(_number),_whole_number(alone)
+    before,handlers[_number] = handlers.get(_number),_whole_number(rank0_evaluates)
     was,DTensor.data = vars(DTensor).get('data'),property(_data.__get__, _set_data)
     try: yield
     finally:
@@ -396,7 +396,7 @@ def whole_numbers(
 def _check_same(model, shards):
     "Raise `RuntimeError` if a parameter in shards is not in `model` any more"
     mods,gone = {*model.modules()},[]
-    for r in shards.held.values():
+    for r in shards.records.values():
         at = r._module_info
         if at.module not in mods or at.module._parameters.get(at.param_name) is not r.sharded_param: gone.append(r._param_fqn)
     if gone: raise RuntimeError(f'Parameters must stay in a model that is in shards, and {", ".join(gone[:3])} was replaced. HINT: replace it before the context, or shard=False')
@@ -415,11 +415,11 @@ class Sharded(Layout):
         job:JobContext, # That the Learner has joined
         plan, # A `ShardPlan`
         sync_bn=True, # Whether batch norm counts the samples of all ranks
-        alone:callable=lambda: False # Returns whether rank 0 evaluates on its own
+        rank0_evaluates:callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
-        self.job,self.plan,self.models,self.alone = job,plan.on(job.world),ShardedModels(),alone
+        self.job,self.plan,self.models,self.rank0_evaluates = job,plan.on(job.world),ShardedModels(),rank0_evaluates
         self.requests,self.counting = Requests(job.world.size),job.control.exchanges.of('the training step', 'step')
-        self.passes,opts = ForwardPasses(self.models, alone),OptimizerShards(self.models)
+        self.passes,opts = ForwardPasses(self.models, rank0_evaluates),OptimizerShards(self.models)
         self.sharder,self.unsharder = Sharder(job, self.plan, self.models, opts, self.passes),Unsharder(job, self.models, opts)
         self.files,self.mixing,self.numbers = ShardFiles(self.unsharder),ExitStack(),ExitStack()
         super().__init__(self.models.get, Norms(sync_bn))
@@ -438,7 +438,7 @@ class Sharded(Layout):
         "Put a model that is new in shards, and give the optimizer the shards"
         self.models.rest()
         if learn.model in self.models: _check_same(learn.model, self.models[learn.model])
-        self.sharder.adopt(learn)
+        self.sharder.attach(learn)
         scale_rows(learn)
         self.mixing.close()
         if any(s.how['ignored_params'] for s in self.models.values()): self.mixing.enter_context(implicit_replication())
@@ -449,7 +449,7 @@ class Sharded(Layout):
     def enter(self, learn):
         "Put the model of `learn` in shards"
         self.job.explain = explain_shards
-        self.numbers.enter_context(whole_numbers(self.alone))
+        self.numbers.enter_context(whole_numbers(self.rank0_evaluates))
         self.sharder.enter(learn)
 
     def renew(self, learn):
@@ -520,7 +520,7 @@ class Sharded(Layout):
         mine[0,4*rank:4*rank+4] = self.requests.with_own(numbers)
         run((t,rows), (g,mine.expand_as(rows)))
 
-    def reduce(self, numbers, tell=True):
+    def reduce(self, numbers, wanted=True):
         "Average the gradients of what is not in shards, and `numbers` where they did not travel with those"
         mean,rest = None,_plain(self.trained.active)
         if self.waits:
@@ -529,7 +529,7 @@ class Sharded(Layout):
         self.waits = False
         if not self.checked: self._check_used()
         if rest: mean = ifnone(mean, average_grads(rest, self.requests.with_own(numbers)))
-        if mean is None and tell: mean = all_reduce(self.requests.with_own(numbers), kind='step')/self.job.world.size
+        if mean is None and wanted: mean = all_reduce(self.requests.with_own(numbers), kind='step')/self.job.world.size
         return self.requests.without(mean)
 
     def average(self, params, numbers, weight=1.):
@@ -562,8 +562,8 @@ class Sharded(Layout):
 
     def compare(self, learn, when, beside=None):
         "Raise `DesyncError` on all ranks unless what each of them holds whole is the same to the bit"
-        lost = [r._param_fqn for p,r in self.models.records() if not is_aside(p)]
-        if lost: raise RuntimeError(f'{", ".join(lost[:3])} must be written to as learn.model has them in its context, got values for Parameters that your code has kept from before it. {_aside}')
+        lost = [r._param_fqn for p,r in self.models.records() if not is_suspended(p)]
+        if lost: raise RuntimeError(f'{", ".join(lost[:3])} must be written to as learn.model has them in its context, got values for Parameters that your code has kept from before it. {_stale}')
         state = self.comparable(learn)
         for w in self.models.written().values(): w.reset()
         return compare_replicas(state, when, beside=beside, more=' desync_check=False lets them differ.')

@@ -189,7 +189,7 @@ class OptimizerShards:
         models:ShardedModels # Of the Learner that the optimizer belongs to
     ): self.models = models
 
-    def held(self, opt):
+    def stored(self, opt):
         "Return `opt_shards` of `opt`, named by the numbers of model and parameter"
         return opt_shards(opt, self.models.names())
 
@@ -227,7 +227,7 @@ class OptimizerShards:
         self.give(opt)
 
     @contextmanager
-    def bare(self,
+    def unsharded(self,
         opt, # As for `give`
         state:dict # Identity of a tensor of its state -> all of it
     ):

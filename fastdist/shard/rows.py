@@ -1,6 +1,6 @@
 r"""Shards are rows: which rank has which, and how they are put together
 
-Of $n$ rows on $S$ ranks, rank $r$ has $r\lceil n/S\rceil$ to $(r+1)\lceil n/S\rceil$, as torch's `chunk` deals them.
+Of $n$ rows on $S$ ranks, rank $r$ has $r\lceil n/S\rceil$ to $(r+1)\lceil n/S\rceil$, as torch's `chunk` divides them.
 
 Torch gives the whole of a tensor that is in shards. It asks the process group that the tensor was cut in, and after an error that one is gone.
 

@@ -35,7 +35,7 @@ from .resume import *
 # %% ../../nbs/413_state.checkpoint.ipynb #f0aeb496
 class Writer:
     "Run one function at a time in a thread beside the training"
-    thread = error = refused = result = None # of the last function: an error that `wait` raises, an `OSError` that `tell` warns of
+    thread = error = refused = result = None # of the last function: an error that `wait` raises, an `OSError` that `report` warns of
     def __init__(self): self.said = set() # what was warned of: paths, and what its users add
 
     @property
@@ -48,7 +48,7 @@ class Writer:
         except OSError as e: self.refused = e
         except BaseException as e: self.error = e
 
-    def tell(self,
+    def report(self,
         e:OSError=None # With the path; that of the last state by default, if there was one
     ):
         "Warn of `e`, once for each path"
@@ -67,7 +67,7 @@ class Writer:
         self.join()
         self.thread,e,self.error = None,self.error,None
         if e: raise e
-        self.tell()
+        self.report()
         return self.result
 
     def start(self,
@@ -143,7 +143,7 @@ class StateWriter:
     def _new_folder(self):
         path = self.fit.states.path
         try: (path/(name := temporary())).mkdir(parents=True)
-        except OSError as e: return self.writer.tell(OSError(e.errno, e.strerror, str(path)))
+        except OSError as e: return self.writer.report(OSError(e.errno, e.strerror, str(path)))
         return path/name
 
     def sees(self,
@@ -159,7 +159,7 @@ class StateWriter:
         state = fit.changes.of_learner(changed)
         if folder:
             blind = first(r for r,(*_,sees) in enumerate(ranks) if not sees)
-            state,rows = fit.layout.files.apart(fit.learn, state, left)
+            state,rows = fit.layout.files.divided(fit.learn, state, left)
             into,more = folder.name,partial(self._await_rows, blind, rows)
         tree,tensors = pack(dict(state, rows=fit.rows, before=fit.before, looks=fit.layout.looks))
         tree['ranks'] = [o for o,*_ in ranks]
@@ -184,7 +184,7 @@ class StateWriter:
     def _write_rows(self, folder, left):
         "Copy the rows of this rank, which is not rank 0, and let the thread write them"
         fit = self.fit
-        _,rows = fit.layout.files.apart(fit.learn, LearnerState.take(fit.learn, 'model', 'opt'), left)
+        _,rows = fit.layout.files.divided(fit.learn, LearnerState.take(fit.learn, 'model', 'opt'), left)
         self.writer.wait()
         self.writer.start(partial(self._write_part, folder, rows))
 
@@ -230,7 +230,7 @@ class CheckpointedFit:
     def boundary(self):
         "Note a step of the optimizer; write a state if one is due, and stop if that was asked for"
         self.stepped,self.fit.steps = False,self.fit.steps+1
-        if self.states.writer.refused: self.states.writer.tell()
+        if self.states.writer.refused: self.states.writer.report()
         what = self._due()
         if what: self.act(what, self.learn.epoch, self.learn.iter+1)
 
@@ -316,7 +316,7 @@ class Checkpoint(OverridingCallback):
             self.now = CheckpointedFit(fit, StateWriter(fit, self.writer, self.minutes, self.every))
             self.now.run(run)
 
-    def aside(self,
+    def suspended(self,
         run:callable # Runs a fit that a callback makes within this one
     ):
         "Call `run` without states"
@@ -337,5 +337,5 @@ class Checkpoint(OverridingCallback):
         if event_type=='train': return run(now.loop.batches(f), event_type, ex, final)
         run = partial(run, f, event_type, ex, final)
         if event_type=='epoch': now.epoch(run)
-        elif now: self.aside(run)
+        elif now: self.suspended(run)
         else: self.around(run, final)

@@ -74,14 +74,14 @@ def record(
     return dict(size=Path(file).stat().st_size, crc32=checksum(file), holds=dict(list(holds.items())[:most]) | ({'...':f'{left} more'} if left>0 else {}))
 
 # %% ../../nbs/403_state.files.ipynb #62ec3e50
-def _bare(names): return {k.removeprefix('module').removeprefix('.'):v for k,v in names.items()}
+def _without_prefix(names): return {k.removeprefix('module').removeprefix('.'):v for k,v in names.items()}
 
 def _unwrap_names(model, state, *_):
     "Remove the wrapper's prefix from the names of `state`, if more of them then are names of `model`"
     with held_state(): own = model.state_dict().keys()
-    if not all(k.startswith('module.') for k in state) or len(own & _bare(state).keys())<=len(own & state.keys()): return
+    if not all(k.startswith('module.') for k in state) or len(own & _without_prefix(state).keys())<=len(own & state.keys()): return
     for d in (state,getattr(state, '_metadata', {})):
-        bare = _bare(d)
+        bare = _without_prefix(d)
         d.clear()
         d.update(bare)
 

@@ -270,7 +270,7 @@ class Fit:
     def batch(self):
         "Samples of a batch of all ranks, the same on any number of ranks that can go on"
         share = self.loaders.share(self.learn.dls.train, StepDL)
-        return share.deal.g if share else None
+        return share.partition.g if share else None
 
     def find(self):
         "Read the state from which the fit resumes into `found`; raise `ResumeError` where it is of another training"

@@ -223,7 +223,7 @@ def _timed(f, clock):
     return _inner
 
 def _counted(ex, clock):
-    "Return `begin` and `end` of the exchanges `ex` that tell `clock`"
+    "Return `begin` and `end` of the exchanges `ex` that report to `clock`"
     def begin(name, kind='exchange'):
         type(ex).begin(ex, name, kind)
         if kind!='step': clock.enter()
@@ -237,7 +237,7 @@ def _counted(ex, clock):
 def timed(
     clock:Clock # That of the rank
 ):
-    "Return a context manager in which exchanges and moves to the device tell `clock` how long they take"
+    "Return a context manager in which exchanges and moves to the device report their duration to `clock`"
     with Overrides() as overrides:
         for m in _movers: overrides.override(m, to_device=partial(clock.moving, m.to_device))
         if dist.is_available() and dist.is_initialized():

@@ -210,7 +210,7 @@ def log_numbers(
 
 # %% ../../nbs/804_tools.timeline.ipynb #91b9a574
 class Timeline(OverridingCallback):
-    "Record where the time of a fit goes; `str`, `plot`, `plot_steps`, `table` and `save` tell of the newest fit"
+    "Record where the time of a fit goes; `str`, `plot`, `plot_steps`, `table` and `save` show the newest fit"
     order,_overridden,name = 61,('_do_fit','_do_epoch'),'timeline_callback'
     def __init__(self,
         steps:int=1000 # Steps that are kept, the last ones of the fit

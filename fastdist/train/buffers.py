@@ -2,7 +2,7 @@
 
 A forward pass in training may change the model: batch norm tracks statistics, and so may a layer of the user's. Each rank sees its slice of a batch, so what it tracks is its own.
 
-DDP gives rank 0's values to all, in each step. They are those of a part of the samples, and nobody is told.
+DDP gives rank 0's values to all, in each step. They are those of a part of the samples, and nothing reports it.
 
 Batch norm counts the samples of all ranks already. Other buffers are compared, in 16 bytes, at the end of
 training and of validation; those that differ become rank 0's, and rank 0 names them once."""

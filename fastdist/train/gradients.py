@@ -84,7 +84,7 @@ def adds_terms(
     "Return whether `cb` may add something to a loss: it is a user's, or fastai's `RNNRegularizer`"
     return type(cb) is RNNRegularizer or is_users(cb)
 
-_changes = ('{} changes the loss in after_loss, and ranks cannot tell how that of the batch follows from those of its parts, so they take it for a mean over samples, and N of them may differ from one process. '
+_changes = ('{} changes the loss in after_loss, and ranks do not know how that of the batch follows from those of its parts, so they take it for a mean over samples, and N of them may differ from one process. '
     'HINT: add a mean over samples to a loss that is one, before GradientAccumulation')
 _mixes = ('{} makes something else of a batch in {} than of parts of it, so it mixes samples, and N ranks differ from one process. '
     'HINT: take statistics from all data, or over ranks; scale and skip by numbers that all ranks share')
@@ -232,27 +232,27 @@ class BackwardPasses:
     ):
         "Begin a fit"
         self.window,self.windowed,self.exchanges = window,bool(window),True # `exchanges`: whether gradients are exchanged in this batch
-        self.first,self.held = True,False # whether the fit has had no pass over a loss; whether there are gradients of a batch without a step
+        self.first,self.leftover = True,False # whether the fit has had no pass over a loss; whether there are gradients of a batch without a step
         self.due,self.n,self.added = False,0,False # whether the pass over the loss is to come; passes of the batch; whether one came before that
         self.cancel,self.lossless,self.joins = None,False,True # this rank's exception in `join`; whether it has no loss then; whether a callback may come there
-        self.told = False # whether it is known how the loss of the batch reduces
+        self.known = False # whether it is known how the loss of the batch reduces
         self.sums,self.fractions,self.loss = 0.,0.,None # numbers to send, and fractions of their batches; the loss of all ranks
 
     def begin_batch(self):
         "Begin a batch, whose loss has no pass yet"
-        self.due,self.n,self.told = True,0,False
+        self.due,self.n,self.known = True,0,False
         if not self.windowed: return
         self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
         self.exchanges = self.window.ends or self.sync_each
 
     def loss_computed(self):
         "Note the loss function that has computed the batch's loss, and find out how it reduces"
-        self.told = self.reduction.note()
-        if self.due and not self.told: self.ask()
+        self.known = self.reduction.note()
+        if self.due and not self.known: self.ask()
 
     def ask(self):
         "Find out how the loss of the batch reduces, unless that is known"
-        if not self.reduction.is_told: self.reduction.ask(self.learn if self.batch.part else None)
+        if not self.reduction.is_known: self.reduction.ask(self.learn if self.batch.part else None)
 
     def over_loss(self,
         run:callable, # The backward pass, called as `run(t, g)`
@@ -261,22 +261,22 @@ class BackwardPasses:
     ):
         "Run the pass over the loss of the batch, scaled, and send the numbers of the step with its gradients"
         if self.many and _is_constant(t): raise RuntimeError(_constant)
-        if not self.told: self.ask()
+        if not self.known: self.ask()
         self.due,win,layout = False,self.window,self.layout
         with plain(): # fastai's tensor types cost more here than the arithmetic
             f = self._add(self.batch.scale(win.fraction))
             if t.numel()==1 and (isinstance(f, Tensor) or f!=1): g = _times(t, g, f)
             if self.lossless: self.sums[1] = math.nan # so that all ranks know
         before = self.loss
-        others = (self.added or self.held) and not self.windowed # gradients of all ranks are there
-        with aside(layout.trained.active) if others else nullcontext():
+        others = (self.added or self.leftover) and not self.windowed # gradients of all ranks are there
+        with suspended_grads(layout.trained.active) if others else nullcontext():
             layout.backward(run, t, g, self.sums)
-            mean = layout.reduce(self.sums, tell=win.ends) if self.exchanges else None
+            mean = layout.reduce(self.sums, wanted=win.ends) if self.exchanges else None
             divisor = self._read(mean) if win.ends else 1.
             if isinstance(divisor, Tensor) or abs(divisor-1)>=1e-6: divide_grads(layout.trained.active, divisor)
             cancel = self._cancelled(mean, before)
         if win.callback: win.callback.count = win.seen-find_bs(self.learn.yb)
-        self.n,self.added,self.first,self.held = self.n+1,False,False,True
+        self.n,self.added,self.first,self.leftover = self.n+1,False,False,True
         if cancel: raise cancel
 
     def join(self,
@@ -287,7 +287,7 @@ class BackwardPasses:
         learn,ends = self.learn,(CancelBatchException,CancelTrainException,CancelEpochException,CancelFitException)
         if self.n or not self.due or self.windowed or not isinstance(e, ends): return
         if event=='after_pred':
-            if not self.reduction.is_told: return
+            if not self.reduction.is_known: return
             learn.loss_grad = sum(t.sum() for _,t in leaves('', learn.pred) if getattr(t, 'requires_grad', False))
         loss = learn.loss_grad
         if getattr(loss, 'grad_fn', None) is None: return
@@ -384,14 +384,14 @@ class OtherPasses:
             w = scale.factor()
             g = [_times(o, h, w) for o,h in zip(ts, gs)]
             if not isinstance(scale.weight, Tensor): weight = float(scale.weight!=0)
-        with aside(active):
+        with suspended_grads(active):
             run(t, g)
             if with_graph and any(p.grad is not None for p in active): raise RuntimeError(_graph)
             self._average(active, scale, weight)
 
     def by_hand(self):
         "Average gradients that no pass has made, before a step of the optimizer"
-        if not self.learn.training or self.passes.n or self.phases.alone(): return
+        if not self.learn.training or self.passes.n or self.phases.rank0_evaluates(): return
         self.layout.check_step()
         scale = self._scale()
         self._average(self._active(), scale, scale.factor() if scale else 1.)
@@ -425,7 +425,7 @@ _nonlinear = ('The hook that you registered on {} is not linear, and sees the gr
     "HINT: change p.grad in a callback with before_step, or fastai's GradientClip")
 
 def _probed_model(model, layout, xb, unsettled):
-    "Return the name of the first module that mixes samples; where no probe can tell of a user's module, add that to `unsettled`"
+    "Return the name of the first module that mixes samples; where no probe settles that of a user's module, add that to `unsettled`"
     try: return layout.probe(model, lambda probe: first_mixing(probe, xb))
     except Exception as e:
         if isinstance(e, RankError) or is_broken(e): raise
@@ -526,7 +526,7 @@ class GlobalGradients(JobCallback):
     def before_validate(self):
         "Evaluate all batches of this rank, whatever the last one of training was"
         self.batch.empty = False
-        self.layout.norms.weigh(1.)
+        self.layout.norms.scale(1.)
 
     def run_batch(self,
         run:callable # The Learner's batch, with its forward pass through the wrapper
@@ -535,14 +535,14 @@ class GlobalGradients(JobCallback):
         model,passes,norms = self.learn.model,self.passes,self.layout.norms
         self.batch.begin()
         if not self._is_wrapped(model): self.wrap()
-        if norms.swaps: norms.weigh(self.batch.part)
+        if norms.swaps: norms.scale(self.batch.part)
         if self.probed is not model:
             self.probed = model
             _probe_all(model, self.phases, self.layout, self.batch.empty, self.unsettled)
         passes.begin_batch()
         try:
             with self.layout.step(passes.exchanges): run()
-            passes.held = False
+            passes.leftover = False
         except CancelBatchException:
             passes.share_loss()
             raise
@@ -564,7 +564,7 @@ class GlobalGradients(JobCallback):
 
     def _on_backward(self, run, t, g, kw):
         at,passes = vars(self.learn),self.passes
-        if not self.learn.training or self.phases.alone(): return run(t, g)
+        if not self.learn.training or self.phases.rank0_evaluates(): return run(t, g)
         odd = kw['create_graph'] or kw.get('inputs') is not None
         is_loss = t is at.get('loss_grad') or t is at.get('loss')
         if passes.due and is_loss and not odd: passes.over_loss(run, t, g)

@@ -56,7 +56,7 @@ class Phases:
         learn:Learner, # In a job
         world:World, # This process's world
         split=False, # Whether a batch of the user's loader is split among ranks, instead of one for each
-        alone:callable=lambda: False, # Returns whether rank 0 evaluates on its own
+        rank0_evaluates:callable=lambda: False, # Returns whether rank 0 evaluates on its own
         seeding=None # The `Seeding` of a job with a seed, in which one process goes over a share too
     ):
         store_attr()
@@ -70,7 +70,7 @@ class Phases:
     @property
     def size(self):
         "Number of ranks that take part: one while rank 0 evaluates on its own"
-        return 1 if self.alone() else self.world.size
+        return 1 if self.rank0_evaluates() else self.world.size
     @property
     def current(self):
         "Innermost open phase, or `None`"
@@ -92,10 +92,10 @@ class Phases:
         training:bool=True # Whether it is trained on; an evaluation within a pass over the same loader has a share of its own
     ): # During a fit, and for a loader of the Learner, the same object each time
         "Return this rank's share of `dl`"
-        alone,size = self.alone(),self.size
-        if alone and isinstance(dl, StepDL): return dl.dl
+        rank0_evaluates,size = self.rank0_evaluates(),self.size
+        if rank0_evaluates and isinstance(dl, StepDL): return dl.dl
         if not isinstance(dl, _loaders): return dl
-        if size==1 and (alone or self.seeding is None): return dl
+        if size==1 and (rank0_evaluates or self.seeding is None): return dl
         if isinstance(dl, DistributedDL): dl = dl.dl
         key = id(dl),bool(training)
         res = self.shares.get(key)
@@ -136,7 +136,7 @@ class Phases:
 
     def _by_hand(self, share):
         "Return an iterator over `share` for code of the user's; all of the loader for rank 0 alone, and where no fit runs"
-        if self.alone() or self.shown_in is None: return iter(share.dl)
+        if self.rank0_evaluates() or self.shown_in is None: return iter(share.dl)
         self.warn_once('by hand', _goes_by_hand)
         res = share.another()
         res.in_step = True
@@ -190,5 +190,5 @@ class Phases:
             f'torch or fastai, got {type(share).__name__}, whose batches ranks cannot share out. HINT: derive it from one of them; an __iter__ of its own is used')
         if isinstance(share, (list,tuple)) or self.size==1 or share.n is None or len(share): return
         hint = 'a smaller batch size, drop_last=False, or fewer ranks' if share.n else 'a data set that is not empty'
-        raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.deal.bs}{" and drop_last" if share.drop_last else ""}, '
+        raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.partition.bs}{" and drop_last" if share.drop_last else ""}, '
             f'so nothing would be trained. HINT: {hint}')

@@ -44,7 +44,7 @@ def engine_of(
     hosts:list=None, # Destinations for `ssh`
     engine=None, # An executor of `submitit`, 'ray', or an engine
     python:str=None, # Interpreter on `hosts`
-    cpu:bool=False # Whether ranks leave GPUs alone
+    cpu:bool=False # Whether ranks use no GPU
 ): # `None` where ranks run on this node
     "Return what starts the ranks; raise `OptionError` where options contradict each other"
     if hosts is not None and engine is not None: raise OptionError('engine', engine, 'you set hosts too. HINT: one of them')
@@ -98,7 +98,7 @@ class JobDescription:
         return replace(this_world(), cpu=True) if self.cpu_only else this_world()
 
     @property
-    def in_head(self)->bool:
+    def in_parent(self)->bool:
         "Return whether this process is the one that will start the ranks"
         return (self._nprocs>1 or self._engine is not None) and this_world().source=='one process'
 
@@ -115,12 +115,12 @@ class JobDescription:
     @property
     def world_size(self)->int:
         "Number of ranks of the job; in the parent process, the number that it will start"
-        return self._nprocs if self.in_head else self.world.size
+        return self._nprocs if self.in_parent else self.world.size
 
     @property
     def device(self)->torch.device:
         "Device of this rank; in the parent process, the device of rank 0"
-        if not self.in_head or self.cpu_only: return self.world.device
+        if not self.in_parent or self.cpu_only: return self.world.device
         return torch.device('cuda', 0) if torch.cuda.device_count() else torch.device('cpu')
 
     @property
@@ -146,7 +146,7 @@ class JobDescription:
 # %% ../../nbs/700_train.process.ipynb #bf755e7b
 _own = 'compute_setup','log_setup','dtype','options'
 _in_process = '_member','_acc','_owned','_env','_engine' # what is not pickled
-_in_head = dict(is_main_process=True, is_local_main_process=True, is_last_process=True, process_index=0, local_process_index=0,
+_in_parent = dict(is_main_process=True, is_local_main_process=True, is_last_process=True, process_index=0, local_process_index=0,
     num_processes=1, print=print)
 
 class RankAccelerator(JobDescription):
@@ -171,9 +171,9 @@ class RankAccelerator(JobDescription):
     def __getattr__(self, k):
         if k.startswith('_'): raise AttributeError(k)
         if k in self._places: return getattr(self.world, k)
-        if not self.in_head: return getattr(self.live, k)
+        if not self.in_parent: return getattr(self.live, k)
         if k in self.options: return self.options[k]
-        if k in _in_head: return _in_head[k]
+        if k in _in_parent: return _in_parent[k]
         if not hasattr(HFAccelerator, k): raise AttributeError(f"neither fastdist's Accelerator nor Accelerate's has {k!r}")
         raise RuntimeError(f'You ask for {k} in the parent process of {self._nprocs} ranks, which is no rank. HINT: ask for it in the function that `distribute` runs')
 
@@ -186,7 +186,7 @@ class RankAccelerator(JobDescription):
         "Set the option `k`, or an attribute that Accelerate's object has"
         option,attr = k in option_table,getattr(HFAccelerator, k, None)
         if isinstance(attr, property) and attr.fset is None: raise self._cannot_set(k, f'HINT: Accelerator({k}=...)' if option else '')
-        if not option and (self.in_head or not hasattr(self._acc or HFAccelerator, k)): raise self._cannot_set(k)
+        if not option and (self.in_parent or not hasattr(self._acc or HFAccelerator, k)): raise self._cannot_set(k)
         options = self._with_option(k, v) if option else self.options
         check_options(None, **options)
         if self._acc or not option: setattr(self.live, k, v)
@@ -203,7 +203,7 @@ class RankAccelerator(JobDescription):
         if k!='gradient_accumulation_steps' or plugin is None: return self.options|{k:v}
         return self.options|dict(gradient_accumulation_plugin=replace(plugin, num_steps=v))
 
-    def adopt(self,
+    def use(self,
         member:Membership, # Of this process, or `None` to forget it
         acc:HFAccelerator # Owned by the caller, who will restore its state
     ):
@@ -216,8 +216,8 @@ def learner_options(self:RankAccelerator)->dict:
     "Return the options for a Learner's context; raise `OptionError` for one that only a loop of the user's own can have"
     if self.options.get('mixed_precision')=='fp8':
         raise OptionError('mixed_precision', 'fp8', 'a Learner computes in bf16, fp16 or float32. HINT: one of them, or a loop of your own')
-    apart = 'mixed_precision','cpu'
-    opts = {k:v for k,v in self.options.items() if k not in apart and v!=accelerate_defaults.get(k)}
+    own_way = 'mixed_precision','cpu'
+    opts = {k:v for k,v in self.options.items() if k not in own_way and v!=accelerate_defaults.get(k)}
     check_options(**opts)
     if self.cpu_only: opts['cpu'] = True
     return opts

@@ -179,7 +179,7 @@ class CurrentBatch:
         learn,dl,size,(summed,counts) = self.learn,self.phases.source,self.size,self.reduction.kind
         shared,samples = isinstance(dl, DistributedDL),self.part
         total = dl.total(learn.iter) if shared else batch_total(dl, learn.iter)
-        if samples and shared and (dl.deal.bs or learn.iter in dl.totals):
+        if samples and shared and (dl.partition.bs or learn.iter in dl.totals):
             planned = round(samples*total/size)
             n = size_now(learn.xb, learn.yb, planned)
             if n!=planned: samples = n*size/total

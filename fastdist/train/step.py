@@ -79,9 +79,9 @@ class LeanStep:
     _overridden = '_set_device','_split','_do_one_batch','_backward'
     def __init__(self,
         learn:Learner, # It has them from `override` to `restore`
-        alone=True, # Whether nobody else looks at the backward pass
+        single=True, # Whether nobody else looks at the backward pass
         device:torch.device=None # To which batches go; that of the model's first parameter by default
-    ): self.alone,self.device,self.learn,self.dls,self.model,self.loss_func,self.loss = alone,device,learn,None,None,None,None
+    ): self.single,self.device,self.learn,self.dls,self.model,self.loss_func,self.loss = single,device,learn,None,None,None,None
 
     def override(self):
         "Override the methods"
@@ -121,7 +121,7 @@ class LeanStep:
     def _backward(self):
         l = self.learn.loss_grad
         if not isinstance(l, Tensor): return l.backward()
-        if type(l) is TensorBase and self.alone: l = untyped(l) # torch would begin the pass in Python, for each type of its own
+        if type(l) is TensorBase and self.single: l = untyped(l) # torch would begin the pass in Python, for each type of its own
         torch.autograd.backward(l)
 
 # %% ../../nbs/703_train.step.ipynb #ee5320e3

@@ -15,7 +15,7 @@ The trainer does little by itself. It joins the job and leaves it, and sends wha
 | `Evaluate` | losses, metrics and predictions as one process has them |
 | `Buffers` | what forward passes change in the model |
 | `Events` | who is called, and what ranks decide together |
-| `Held` | what callbacks and modules hold beside the model, compared once an epoch |
+| `AttributeComparison` | what callbacks and modules hold beside the model, compared once an epoch |
 
 `Training` says what a fit, an evaluation and a phase begin and end; what is begun is ended in a `finally`."""
 
@@ -66,7 +66,7 @@ from .buffers import *
 
 # %% ../../nbs/709_train.trainer.ipynb #2a2f9825
 def _warn_lone(env):
-    "Warn where Accelerate's CPU launcher started one process, however many it was told to start"
+    "Warn where Accelerate's CPU launcher started one process, however many it was to start"
     if 'ACCELERATE_USE_CPU' in env and 'MASTER_PORT' in env and 'RANK' not in env: warn('You set --num_processes to more than one, but `accelerate launch` '
         'started one process. HINT: add --multi_gpu, which without a GPU starts CPU ranks, or use torchrun')
 
@@ -86,11 +86,11 @@ def _plan(shard, plugin, keep, handlers):
     with _fsdp(): from fastdist.shard.plan import shard_plan
     return shard_plan(shard, plugin, os.environ, keep, handlers)
 
-def _layout(job, plan, sync_bn, alone):
+def _layout(job, plan, sync_bn, rank0_evaluates):
     if job.world.size==1: return Layout(job.live.prepare)
     if plan is None: return Replicated(job.live, job.control.exchanges, sync_bn)
     with _fsdp(): from fastdist.shard.layout import Sharded # what it imports of torch takes half a second
-    return Sharded(job, plan, sync_bn, alone)
+    return Sharded(job, plan, sync_bn, rank0_evaluates)
 
 # %% ../../nbs/709_train.trainer.ipynb #ca079a01
 def _end_shards(job, sync_bn):
@@ -117,8 +117,8 @@ def _enter(job, layout, plan, sync_bn):
 def _startup(w, share):
     nodes = f'{w.num_nodes} node{"s" if w.num_nodes>1 else ""}'
     where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {backend_of(w.device)}, from {w.source}'
-    deal = share.deal
-    batches = f'batches of {deal.bs} a rank, {deal.g} in all' if deal.bs else f'{w.size} batches a step'
+    partition = share.partition
+    batches = f'batches of {partition.bs} a rank, {partition.g} in all' if partition.bs else f'{w.size} batches a step'
     steps = f', {len(share)} steps an epoch' if share.n is not None else ''
     return '\n'.join(filter(None, (f'{where}; {batches}{steps}', _unused(w.device), untried())))
 
@@ -185,8 +185,8 @@ class Training:
         self.compares = self.dropped = self.announced = False # whether ranks compare in this fit; whether an error ended a step; whether rank 0 has said where ranks train
         self.events = Events(learn, w.rank if w.size>1 else None, job.control)
         self.phases = Phases(learn, w, split, partial(getattr, self.events.rank0, 'cb'))
-        self.layout,self.seeding = _layout(job, plan, sync_bn, self.phases.alone),None
-        self.step = LeanStep(learn, alone=False, device=w.device if plan and plan.offload else None)
+        self.layout,self.seeding = _layout(job, plan, sync_bn, self.phases.rank0_evaluates),None
+        self.step = LeanStep(learn, single=False, device=w.device if plan and plan.offload else None)
         if seed is not None:
             self.seeding = self.phases.seeding = Seeding(seed, learn, self.phases, self.layout)
             job.help(self.seeding)
@@ -194,9 +194,9 @@ class Training:
         batch = CurrentBatch(self.phases, Reduction(learn, w))
         self.gradients = GlobalGradients(job.live.sync_each, layout=self.layout, phases=self.phases, batch=batch)
         self.evaluate = Evaluate(reduction=batch.reduction, phases=self.phases, batch=batch)
-        self.held = Held(learn, w.rank, (self.events.skips,_decided), (Samples(learn),_read))
+        self.attributes = AttributeComparison(learn, w.rank, (self.events.skips,_decided), (Samples(learn),_read))
         if w.size>1: self.events.batch = batch
-        self.events.revive = job.revive if w.size>1 else noop
+        self.events.restart = job.restart if w.size>1 else noop
         passes,self.events.replaced = self.gradients.passes,self.phases.show
         self.events.loss_computed,self.events.join = passes.loss_computed,passes.join
         job.help(self.gradients, self.evaluate, Buffers(phases=self.phases, layout=self.layout))
@@ -262,7 +262,7 @@ def _own_helpers(job): return [o for o in job.helpers if isinstance(o, JobCallba
 
 @contextmanager
 def _together(parts, event_type):
-    "Return a context manager for a fit or an evaluation of all ranks, which are alike when it begins; an error of one is raised on all"
+    "Return a context manager for a fit or an evaluation of all ranks, which are identical when it begins; an error of one is raised on all"
     job,learn,events = parts.job,parts.learn,parts.events
     own = nullcontext() if parts.seeding else own_random(job.world.rank)
     with job.together(partial(loop_place, learn), events.position), own, parts.evaluate.watching(), _restored(parts, event_type):
@@ -276,18 +276,18 @@ def _together(parts, event_type):
 
 def _in_phase(parts, run, f, event_type, *args):
     "Run a pass over a loader, and compare what ranks hold at the end of training"
-    train,held,cancelled = event_type=='train',parts.held,None
+    train,attributes,cancelled = event_type=='train',parts.attributes,None
     with parts.phases.room():
-        if train and parts.compares: held.begin()
+        if train and parts.compares: attributes.begin()
         try: run(f, event_type, *args)
         except (CancelEpochException,CancelFitException) as e: cancelled = e # all ranks leave alike, and one of them may have decided by its own samples
         if cancelled and train:
             for cb in _own_helpers(parts.job): cb.before_state() # `after_train` was skipped
         parts.layout.rest()
-        if parts.compares: held.see()
+        if parts.compares: attributes.see()
         if train and parts.compares:
             when = f'at the end of training in epoch {parts.learn.epoch}'
-            held.report(parts.layout.compare(parts.learn, when, held.table()), when)
+            attributes.report(parts.layout.compare(parts.learn, when, attributes.table()), when)
     if cancelled: raise cancelled
 
 # %% ../../nbs/709_train.trainer.ipynb #62b74465
@@ -361,11 +361,11 @@ class DistributedTrainer(WrapperCallback):
 
     def _join(self, w, dtype):
         learn = self.learn
-        self.be_alone(w.size)
+        self.check_single(w.size)
         learn.model.to(dtype=dtype)
         self.job = job = JobContext(learn, w, dict(self.options), self.patience, place_model=not self.plan or w.size==1)
         if dtype is not None: job.help(CastBatch(self.accelerator))
-        self.accelerator.adopt(job.member, job.live.acc)
+        self.accelerator.use(job.member, job.live.acc)
         self.lean = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__'))
         self.parts = Training(job, self.plan, self.sync_bn, self.split, self.seed, self.desync_check)
         if w.size>1: _enter(job, self.layout, self.plan, self.sync_bn)
@@ -381,7 +381,7 @@ class DistributedTrainer(WrapperCallback):
         if layout: layout.leave(self.learn)
         if job: job.close()
         _hand_over(self.learn)
-        self.accelerator.adopt(None, None)
+        self.accelerator.use(None, None)
         self.job = self.parts = self.entered = None
 
     def wrap(self):
@@ -398,7 +398,7 @@ class DistributedTrainer(WrapperCallback):
 
     def _batch_through(self):
         layout = self.parts.layout
-        return layout.forward if self._learner.training and layout.through is not None and not layout.bare else None
+        return layout.forward if self._learner.training and layout.through is not None and not layout.unwrapped else None
 
     @property
     def _on_call_one(self): return self.parts.events.__call__

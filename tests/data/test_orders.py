@@ -27,7 +27,7 @@ def test_ranks_draw_what_one_process_draws(cls, size):
     orders = [np.array(alone.get_idxs()) for _ in range(2)]
     test_eq([o[-1] for o in ranks], [alone.rng.random()]*size)
     for k,order in enumerate(orders):
-        for r,o in enumerate(ranks): test_eq(o[k], order[cls(loader(0), r, size).deal.positions(r)])
+        for r,o in enumerate(ranks): test_eq(o[k], order[cls(loader(0), r, size).partition.positions(r)])
 
 def test_memory_of_an_order():
     "15 bytes a sample at the peak, so that 10 million take 150 MB"
@@ -45,9 +45,9 @@ def test_ranks_that_draw_otherwise_get_the_order_of_rank_0(who):
     def fn(rank): return epochs(loader(rank, **(dict(shuffle_fn=lambda o: o[::-1]) if rank==who else {})), k=1)
     a,b = on_ranks(fn)
     order = np.arange(n)[::-1] if who==0 else shuffled_range(n, random.Random(0))
-    for r,o in enumerate((a,b)): test_eq(o[0], order[StepDL(loader(0), r, 2).deal.positions(r)])
+    for r,o in enumerate((a,b)): test_eq(o[0], order[StepDL(loader(0), r, 2).partition.positions(r)])
 
 def test_ranks_with_different_numbers_of_samples_get_the_order_of_rank_0():
     a,b = on_ranks(lambda rank: epochs(loader(rank, n+rank), k=1))
     order = shuffled_range(n, random.Random(0))
-    for r,o in enumerate((a,b)): test_eq(o[0], order[StepDL(loader(0), r, 2).deal.positions(r)])
+    for r,o in enumerate((a,b)): test_eq(o[0], order[StepDL(loader(0), r, 2).partition.positions(r)])

@@ -54,13 +54,13 @@ def test_padding_makes_the_same_steps_and_adds_one_sample_at_most(n, bs, size, d
 
 @given(counts, bss, sizes, booleans())
 def test_a_batch_of_any_size_is_divided(n, g, size, drop):
-    deals = [Deal(Division(r, size, splits=True), n, g, drop) for r in range(size)]
-    ranks = [steps(o.positions(r), o.each) for r,o in enumerate(deals)]
+    partitions = [Partition(Division(r, size, splits=True), n, g, drop) for r in range(size)]
+    ranks = [steps(o.positions(r), o.each) for r,o in enumerate(partitions)]
     want = steps(np.arange(n//g*g if drop else n), g)
     for k,batch in enumerate(want):
-        real = [o[k] if d.weights.get(k, d.full) else [] for o,d in zip(ranks, deals)]
+        real = [o[k] if d.weights.get(k, d.full) else [] for o,d in zip(ranks, partitions)]
         test_eq(sum(real, []), batch)
-        test_close([d.weights.get(k, d.full)*len(batch)/size for d in deals], list(map(len, real)))
+        test_close([d.weights.get(k, d.full)*len(batch)/size for d in partitions], list(map(len, real)))
     test_eq([len(o) for o in ranks], [len(want)]*size)
 
 @given(lists(integers(-99, 99)), data())
@@ -70,14 +70,14 @@ def test_what_is_picked_is_the_same_from_a_list_and_an_array(idxs, draw):
 
 # What ranks have counted
 
-def dealt(n, bs, size):
+def divided(n, bs, size):
     "The positions of each rank in each of its batches, and the sizes of these"
     ranks = [steps(unpadded(n, bs, r, size), bs) for r in range(size)]
     return ranks,[list(map(len, o)) for o in ranks]
 
 @given(counts, bss, sizes)
 def test_batches_of_ranks_in_turn_are_the_order(n, bs, size):
-    ranks,lens = dealt(n, bs, size)
+    ranks,lens = divided(n, bs, size)
     test_eq(sum(in_turn([sum(o, []) for o in ranks], lens), []), list(range(n)))
 
 def held(xs):
@@ -89,7 +89,7 @@ zero = held([])|dict(both=[0,0.])
 
 @given(lists(integers(-50, 50), min_size=1, max_size=80), bss, integers(1, 5))
 def test_states_of_ranks_merge_into_that_of_one_process(xs, bs, size):
-    ranks,lens = dealt(len(xs), bs, size)
+    ranks,lens = divided(len(xs), bs, size)
     parts = [(held([xs[i] for i in sum(o, [])]),l) for o,l in zip(ranks, lens) if o]
     res,one = merge(zero, *map(list, zip(*parts))),held(xs)
     res['by'],one['by'] = [{k:sorted(v) for k,v in o['by'].items()} for o in (res,one)] # a rank does not tell which batch the items of a group came with
@@ -102,7 +102,7 @@ def test_the_extreme_of_ranks_is_that_of_all(xs, how):
 
 @given(lists(floats(-9, 9), max_size=80), bss, sizes, booleans())
 def test_losses_of_slices_are_those_of_batches(xs, bs, size, summed):
-    ranks,_ = dealt(len(xs), bs, size)
+    ranks,_ = divided(len(xs), bs, size)
     rows = [torch.tensor([[sum(xs[i] for i in b), len(b), len(b)] for b in o], dtype=torch.float64).view(-1, 3) for o in ranks]
     batches = steps(np.array(xs), bs*size)
     total,n = batch_losses(rows, summed)

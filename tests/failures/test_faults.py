@@ -15,7 +15,7 @@ def whole(request): return request.config.getoption('--whole') is not None
 @pytest.fixture(scope='module')
 def all_cells(whole, tmp_path_factory):
     "Ranks are forked by a process that has imported less than this one, which is faster"
-    return run_cells(tmp_path_factory.mktemp('faults'), *([] if whole else ['--dealt']))
+    return run_cells(tmp_path_factory.mktemp('faults'), *([] if whole else ['--divided']))
 
 def run_cells(folder, *args):
     subprocess.run([sys.executable, faults.__file__, '--folder', folder, *args], check=True, timeout=500)

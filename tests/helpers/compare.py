@@ -70,14 +70,14 @@ def on_all(mk, size, cases, runs, **kw):
 
 whole_tables = 'WHOLE' in os.environ
 
-def dealt(cases, runs):
+def divided(cases, runs):
     "Return those of `cases` that each of `runs` has: all in the first, and each in one of the others, in turn; with `--whole` in all"
     def has(i, j): return whole_tables or not i or 1+j%(len(runs)-1)==i
     return [{k:f for j,(k,f) in enumerate(cases.items()) if has(i, j)} for i in range(len(runs))]
 
 def check(mk, size, cases, runs=few, **tol):
     "Each of `cases` gives on every rank what it gives in one process; one difference is told for each"
-    plan,wrong = [(*run,cs) for run,cs in zip(runs, dealt(cases, runs)) if cs],{}
+    plan,wrong = [(*run,cs) for run,cs in zip(runs, divided(cases, runs)) if cs],{}
     one = [inside(mk, cs, n, bs*size) for n,bs,cs in plan]
     many = on_ranks(lambda rank: [inside(mk, cs, n, bs, rank, call=attempt) for n,bs,cs in plan], size, timeout=60, join=False)
     for rank,res in enumerate(many):

@@ -165,31 +165,31 @@ def by_default(i, kind, j, place):
     "Return whether `kind` is tried in `place` without `--whole`: what ends a process, and a cancel that is an error, in every third place"
     return not (kind in fatal or hidden(kind, place)) or (i+j)%3==0
 
-def chosen(kinds, size, culprit, dealt, few):
-    "Kinds and places: all, those in `some` if `few`, or if `dealt` those by default whose turn this of `rounds` is, which each is in one of"
+def chosen(kinds, size, culprit, divided, few):
+    "Kinds and places: all, those in `some` if `few`, or if `divided` those by default whose turn this of `rounds` is, which each is in one of"
     board = [(k,p,by_default(i, k, j, p) and (i+j)%len(rounds)==rounds.index((size,culprit))) for i,k in enumerate(kinds) for j,p in enumerate(places)]
-    return [(k,p) for k,p,mine in board if ((k,p) in some if few else mine or not dealt)]
+    return [(k,p) for k,p,mine in board if ((k,p) in some if few else mine or not divided)]
 
-def survived(size, culprit, shard, dealt, few):
+def survived(size, culprit, shard, divided, few):
     "The cells of one `culprit` among `size` ranks that go on; the ranks are forked once"
-    calm,alone = chosen(survivable, size, culprit, dealt, few),cache(one_process)
+    calm,alone = chosen(survivable, size, culprit, divided, few),cache(one_process)
     run = lambda rank: [survive(rank, k, p, size, culprit, shard) for k,p in calm]
     for (k,p),*ranks in zip(calm, *on_ranks(run, size, join=False, timeout=600)):
         yield dict(kind=k, place=p, ranks=ranks, alone=alone('RuntimeError' if hidden(k, p) else k, p, size, culprit))
 
-def died(size, culprit, shard, dealt, few):
+def died(size, culprit, shard, divided, few):
     "The cells of one `culprit` among `size` ranks that end"
-    for k,p in chosen(fatal, size, culprit, dealt, few):
+    for k,p in chosen(fatal, size, culprit, divided, few):
         saw,head,seconds = dead(k, p, size, culprit, shard)
         yield dict(kind=k, place=p, saw=saw, head=head, seconds=seconds)
 
-def cells(run, size, culprit, shard, dealt, few, folder):
-    res = [o|dict(size=size, culprit=culprit, shard=shard) for o in run(size, culprit, shard, dealt, few)]
+def cells(run, size, culprit, shard, divided, few, folder):
+    res = [o|dict(size=size, culprit=culprit, shard=shard) for o in run(size, culprit, shard, divided, few)]
     Path(f'{folder}/{run.__name__}{size}{culprit}{shard}.json').write_text(json.dumps(res))
 
-def matrix(folder, shard=False, dealt=False, few=False):
-    "Run all cells, those that are `dealt` or a `few` of them, each (size, culprit) beside the others, since ranks wait most of the time"
-    jobs = [(run,size,culprit,shard,dealt,few) for run in (survived,died) for size,culprit in (rounds[1:2] if few else rounds)]
+def matrix(folder, shard=False, divided=False, few=False):
+    "Run all cells, those that are `divided` or a `few` of them, each (size, culprit) beside the others, since ranks wait most of the time"
+    jobs = [(run,size,culprit,shard,divided,few) for run in (survived,died) for size,culprit in (rounds[1:2] if few else rounds)]
     procs = [get_context('fork').Process(target=cells, args=(*o, folder)) for o in jobs]
     for p in procs: p.start()
     for p in procs: p.join()
@@ -209,11 +209,11 @@ def times(cells):
 def main(
     save:bool=False, # Put the times in the place of those that the notebook shows?
     folder:str=None, # Where what happened in each cell stays; it goes with a temporary folder by default
-    dealt:bool=False, # Only the cells that run by default, each on two or on three ranks, the first or the last of which fails?
+    divided:bool=False, # Only the cells that run by default, each on two or on three ranks, the first or the last of which fails?
     shard:bool=False, # Does each rank hold a part of the model?
     few:bool=False # Only the cells in `some`?
 ):
     "Measure how long each fault takes until it is over"
-    with tempfile.TemporaryDirectory() as d: rows = times(matrix(folder or d, shard, dealt, few))
+    with tempfile.TemporaryDirectory() as d: rows = times(matrix(folder or d, shard, divided, few))
     print(pd.DataFrame(rows).pivot_table(index='fault', columns='place', values='seconds', aggfunc='max', sort=False).round(1).to_string())
     if save: Path(__file__).with_suffix('.json').write_text(json.dumps(rows))

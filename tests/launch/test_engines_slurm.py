@@ -10,14 +10,14 @@ from test_restart import is_exact
 from test_slurm import idle,members,running,sh
 
 pytest.importorskip('submitit')
-import slurm_head,test_slurm
+import slurm_parent,test_slurm
 
 cluster = test_slurm.cluster # the fixture
 pytestmark = [pytest.mark.launcher, pytest.mark.slow, pytest.mark.timeout(240)]
 
 def head(env, how, out):
     Path(out).mkdir()
-    return start(sys.executable, here/'slurm_head.py', out, how, env=env|dict(OMP_NUM_THREADS='1'))
+    return start(sys.executable, here/'slurm_parent.py', out, how, env=env|dict(OMP_NUM_THREADS='1'))
 
 def left(out): return list(Path(out, 'jobs').glob('fastdist*'))
 
@@ -29,19 +29,19 @@ def test_a_cell_trains_as_on_this_node(cluster):
     await_that(lambda: idle(cluster))
 
 @pytest.fixture
-def here_is_head(cluster, monkeypatch):
+def here_is_parent(cluster, monkeypatch):
     for k in ('PATH','SLURM_CONF'): monkeypatch.setenv(k, cluster[k])
-    return lambda kind='slurm': Accelerator(nprocs=2, compute_setup='cpu', engine=slurm_head.engine(kind, 'jobs'))
+    return lambda kind='slurm': Accelerator(nprocs=2, compute_setup='cpu', engine=slurm_parent.engine(kind, 'jobs'))
 
-def test_the_script_runs_once(here_is_head, cluster):
+def test_the_script_runs_once(here_is_parent, cluster):
     def trained(**kw):
-        learn = slurm_head.learner()
+        learn = slurm_parent.learner()
         learn.opt_func = SGD # Adam makes rounding large
         with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
             learn.fit(1, 1e-2)
             learn.fit(1, 1e-2)
         return learn,[learn.get_preds()[0], *learn.model.parameters()]
-    (one,a),(two,b) = trained(),trained(nprocs=2, engine=slurm_head.engine('slurm', 'jobs'), compute_setup='cpu')
+    (one,a),(two,b) = trained(),trained(nprocs=2, engine=slurm_parent.engine('slurm', 'jobs'), compute_setup='cpu')
     for x,y in zip(a, b): torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
     assert two.recorder.iters==one.recorder.iters and not left('')
     await_that(lambda: idle(cluster))
@@ -51,15 +51,15 @@ def where():
     return w.rank,w.local_rank,w.node_rank,w.source
 
 @pytest.mark.whole
-def test_the_local_executor_has_one_node(here_is_head):
-    assert here_is_head('local').distribute(where, all_ranks=True)()==[(i,i,0,'fastdist over submitit') for i in range(2)]
+def test_the_local_executor_has_one_node(here_is_parent):
+    assert here_is_parent('local').distribute(where, all_ranks=True)()==[(i,i,0,'fastdist over submitit') for i in range(2)]
     assert not left('')
 
 @pytest.mark.whole
-def test_secrets_do_not_show(here_is_head, monkeypatch):
+def test_secrets_do_not_show(here_is_parent, monkeypatch):
     monkeypatch.setenv('WANDB_API_KEY', 'a'*40)
     def look(): return os.environ['WANDB_API_KEY'],'a'*40 in subprocess.run(['ps','axww'], capture_output=True, text=True).stdout
-    assert here_is_head().distribute(look, all_ranks=True)()==[('a'*40,False)]*2
+    assert here_is_parent().distribute(look, all_ranks=True)()==[('a'*40,False)]*2
     kept = [o for o in Path('jobs').rglob('*') if o.is_file()]
     assert kept and not [o for o in kept if b'a'*40 in o.read_bytes()]
 
@@ -71,9 +71,9 @@ def kill_task(): os.kill(pids('.')[1][1], signal.SIGKILL)
 
 @pytest.mark.whole
 @pytest.mark.parametrize('fault,words', [(scancel,'is CANCELLED'), (kill_task,'')])
-def test_what_ends_a_job_is_named(here_is_head, cluster, capfd, fault, words):
+def test_what_ends_a_job_is_named(here_is_parent, cluster, capfd, fault, words):
     Thread(target=lambda: begun('.') or fault(), daemon=True).start()
-    with pytest.raises(RankError, match=r'rank \d on n2 failed' if fault is kill_task else r'rank \d on n\d failed'): here_is_head().distribute(slurm_head.stays)('.')
+    with pytest.raises(RankError, match=r'rank \d on n2 failed' if fault is kill_task else r'rank \d on n\d failed'): here_is_parent().distribute(slurm_parent.stays)('.')
     assert words in capfd.readouterr().err and gone('.')
     await_that(lambda: idle(cluster))
 
@@ -89,19 +89,19 @@ def test_ctrl_c_and_the_end_of_the_head_end_the_job(cluster):
     await_that(lambda: all(map(gone, outs)) and idle(cluster))
 
 @pytest.mark.whole
-def test_a_job_that_is_queued_again_goes_on(here_is_head, monkeypatch, capfd):
+def test_a_job_that_is_queued_again_goes_on(here_is_parent, monkeypatch, capfd):
     "After a signal before its time is up, for which the head queues it again, and after a `scontrol requeue`"
     monkeypatch.setenv('FAULTS', '0:slurm:20,0:slurm:42')
-    here_is_head().distribute(slurm_head.resumes)(str(Path.cwd()))
+    here_is_parent().distribute(slurm_parent.resumes)(str(Path.cwd()))
     out = ''.join(capfd.readouterr())
     assert [out.count(o) for o in ('was asked to stop (SIGUSR2)','SIGTERM: the training stops','resuming fit')]==[1,1,1], out[-3000:]
     monkeypatch.delenv('FAULTS') # or the run that it is compared with would have them
     is_exact(Path.cwd(), 2)
 
 @pytest.mark.whole
-def test_detached_jobs(here_is_head, cluster, monkeypatch):
+def test_detached_jobs(here_is_parent, cluster, monkeypatch):
     for k,v in dict(FASTDIST_JOBS=Path.cwd()/'detached', PYTHONPATH=f'{here/"cold"}:{here}:{Path(__file__).parent}:{top}').items(): monkeypatch.setenv(k, str(v))
-    for o in ('ended','home'): here_is_head().distribute(slurm_head.waits, detach=o, all_ranks=True)('.')
+    for o in ('ended','home'): here_is_parent().distribute(slurm_parent.waits, detach=o, all_ranks=True)('.')
     ended_and_home(**os.environ)
     assert gone('.')
     await_that(lambda: idle(cluster))
@@ -119,14 +119,14 @@ def kill_node(cluster, d):
 
 @pytest.mark.whole
 @pytest.mark.timeout(360)
-def test_a_node_without_its_slurmd_goes_on_and_one_that_is_killed_is_named(here_is_head, cluster, monkeypatch):
+def test_a_node_without_its_slurmd_goes_on_and_one_that_is_killed_is_named(here_is_parent, cluster, monkeypatch):
     "Last, since the node does not come back; SLURM itself notices after five minutes"
     d = Path(cluster['SLURM_CONF']).parent
     monkeypatch.setenv('TMPDIR', str(d)) # where a killed node leaves its files
     loses('.', lambda: os.kill(processes('n2')[0], signal.SIGKILL) or Path('go').touch())
-    assert here_is_head().distribute(slurm_head.waits, all_ranks=True)('.')==[0,1]
+    assert here_is_parent().distribute(slurm_parent.waits, all_ranks=True)('.')==[0,1]
     with running('slurmd -D -N n2', d, cluster):
         await_that(lambda: idle(cluster))
         loses('.', lambda: kill_node(cluster, d))
-        with pytest.raises(RankError, match='rank 1 on n2 failed:\nits machine was lost: nothing was heard of it'): here_is_head().distribute(slurm_head.stays)('.')
+        with pytest.raises(RankError, match='rank 1 on n2 failed:\nits machine was lost: nothing was heard of it'): here_is_parent().distribute(slurm_parent.stays)('.')
         assert gone('.')

@@ -7,7 +7,7 @@ import pytest
 from fastcore.test import test_eq
 from fastai.basics import Callback
 from fastdist import *
-from held import *
+from module_state import *
 from learners import digits
 
 table = ''.join(json.loads((Path(__file__).parents[2]/'nbs/reference/patches.ipynb').read_text())['cells'][0]['source'])
@@ -24,7 +24,7 @@ def rows():
 code = '''
 import importlib,json,os,sys
 sys.path.insert(0, {here!r})
-from held import *
+from module_state import *
 into,out = os.pipe()
 if not os.fork(): # finds out what fastdist imports
     import fastdist

@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastai.torch_core import distrib_barrier
 from fastdist import *
 from fastdist.comm.collectives import all_reduce
-from fastdist.comm.rank0 import rank0_alone,without_barrier
+from fastdist.comm.rank0 import only_rank0,without_barrier
 from procs import await_that
 
 def ranks(f, n=2, **kw): return on_ranks(f, n, **({'join':False} | kw))
@@ -61,7 +61,7 @@ def test_rank_0_goes_first(size, before):
     test_eq(calls[:2], ['in0','out0'])
     test_eq(sorted(calls[2:1+size]), [f'in{i}' for i in range(1,size)])
 
-@pytest.mark.parametrize('call', [rank0_first,rank0_alone])
+@pytest.mark.parametrize('call', [rank0_first,only_rank0])
 def test_longer_than_the_groups_timeout(call):
     def f(rank):
         dist.init_process_group('gloo', timeout=timedelta(seconds=1))
@@ -71,13 +71,13 @@ def test_longer_than_the_groups_timeout(call):
     test_eq(log()[:2], ['in0','out0'])
 
 @pytest.mark.parametrize('size', [2,3])
-@pytest.mark.parametrize('call', [rank0_first,rank0_alone])
+@pytest.mark.parametrize('call', [rank0_first,only_rank0])
 def test_an_error_is_raised_on_all(size, call):
     def f(rank): return caught(call, lambda: [][7]),caught(call, str, rank)
     (a,_),*others = ranks(f, size)
     test_eq(a, ('IndexError','list index out of range'))
     for (name,msg),_ in others: assert name=='RankError' and 'rank 0 failed' in msg and 'IndexError: list index out of range' in msg
-    test_eq(others[-1][1], None if call is rank0_alone else str(size-1))
+    test_eq(others[-1][1], None if call is only_rank0 else str(size-1))
 
 def test_an_error_of_another_rank_is_its_own():
     res = ranks(lambda rank: caught(rank0_first, lambda: 'ab'.index('bxa'[rank])), 3)
@@ -93,8 +93,8 @@ def out_of_step(rank):
     "Calls inside a call that not all ranks make, or that fail in between"
     res = [caught(rank0_first, lambda: rank0_first(str, rank) + rank0_first(lambda: 1))]
     rank0_first(lambda: rank or [rank0_first(str) for _ in range(3)])
-    rank0_alone(lambda: [rank0_first(str) for _ in range(3)])
-    rank0_alone(lambda: rank0_alone(lambda: rank0_alone(str)))
+    only_rank0(lambda: [rank0_first(str) for _ in range(3)])
+    only_rank0(lambda: only_rank0(lambda: only_rank0(str)))
     return res,rank0_first(slowly, rank),rank0_first(slowly, rank, 'then')
 
 @pytest.mark.parametrize('size', [2,3])
@@ -154,32 +154,32 @@ def test_one_rank_a_node():
 def test_rank_0_alone(size, before):
     def f(rank):
         if before is over_tcp: over_tcp()
-        res = rank0_alone(slowly, rank, name='x'),log()[:2]
+        res = only_rank0(slowly, rank, name='x'),log()[:2]
         part(rank, size)
         return *res,dist.is_initialized()
     test_eq(ranks(f, size), [(None if i else 0,['in0','out0'],False) for i in range(size)])
 
 def test_rank_0_never_waits():
     def f(rank):
-        if rank==0: return rank0_alone(slowly, rank),rank0_alone(slowly, rank, name='x')
+        if rank==0: return only_rank0(slowly, rank),only_rank0(slowly, rank, name='x')
     test_eq(ranks(f, 3), [(0,0), None, None])
 
 def test_names_are_counted_for_themselves():
     def f(rank):
-        if rank==0: [rank0_alone(note, rank, 'early', name='a') for _ in range(3)]
-        rank0_alone(slowly, rank, name='b')
+        if rank==0: [only_rank0(note, rank, 'early', name='a') for _ in range(3)]
+        only_rank0(slowly, rank, name='b')
         return log()[-1]
     test_eq(ranks(f, 3), ['out0']*3)
 
 def test_no_barrier_inside():
     def f(rank):
-        rank0_alone(distrib_barrier)
-        rank0_first(lambda: rank0_alone(distrib_barrier))
+        only_rank0(distrib_barrier)
+        rank0_first(lambda: only_rank0(distrib_barrier))
         if rank==1: without_barrier(distrib_barrier)
         distrib_barrier()
         return True
     test_eq(ranks(f, 3, join=True), [True]*3)
 
 def test_one_process():
-    test_eq((rank0_first(max, 1, 2), rank0_first(max, 1, 2, local=True), rank0_alone(max, 1, 2, name='m')), (2,2,2))
-    with pytest.raises(ZeroDivisionError): rank0_alone(lambda: 1/0)
+    test_eq((rank0_first(max, 1, 2), rank0_first(max, 1, 2, local=True), only_rank0(max, 1, 2, name='m')), (2,2,2))
+    with pytest.raises(ZeroDivisionError): only_rank0(lambda: 1/0)

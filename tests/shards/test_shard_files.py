@@ -8,7 +8,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from fastai.basics import *
 from fastai.callback.all import *
 from fastdist import *
-from fastdist.comm.rank0 import rank0_alone
+from fastdist.comm.rank0 import only_rank0
 from fastcore.test import test_eq
 from learners import digits,language_model
 
@@ -342,7 +342,7 @@ def test_the_type_of_a_state_dict(whole):
             learn.fit(1, 0.01, cbs=SaveModelCallback())
             state,part = learn.model.state_dict(),learn.model[3].state_dict()
             learn.load('model')
-            rank0_alone(torch.save, state, 'theirs.pth')
+            only_rank0(torch.save, state, 'theirs.pth')
             learn.model.load_state_dict(torch.load('theirs.pth') if whole else state)
             test_eq(list(learn.model.state_dict()), list(state))
             learn.validate()

@@ -229,7 +229,7 @@ def test_persistent_data_workers(world):
     assert noted(new.dl if world==1 else new, new)[0]==after
 
 def facts(o):
-    d,done = o.deal,o._pass.done
+    d,done = o.partition,o._pass.done
     res = [o.weights, o.totals, o.n, o.n_steps(), done, d.padding(done-1)]
     return res+[o.total(k) for k in range(9)]
 

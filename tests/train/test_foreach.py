@@ -185,7 +185,7 @@ def rows(rank, f):
     with learn.distrib_ctx(shard=True), learn.no_bar(), learn.no_logging():
         learn.fit(1)
         o = learn.opt.step.__self__
-        return o.known,o.known and len(o.alone[0]),local(learn.opt.state[learn.opt.param_lists[0][0]]['grad_avg']).shape
+        return o.known,o.known and len(o.single[0]),local(learn.opt.state[learn.opt.param_lists[0][0]]['grad_avg']).shape
 
 @pytest.mark.replicas
 def test_rows():

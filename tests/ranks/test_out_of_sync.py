@@ -42,7 +42,7 @@ def fits_twice(learn, rank):
 @pytest.mark.parametrize('size', [2,3])
 @pytest.mark.parametrize('f,said', [(predicts,"Ranks have different tasks: ['an evaluation', 'a fit'"), (predicts_in_a_fit,'rank 0 in'), (fits_twice,"different tasks: ['an evaluation', 'a fit'")])
 def test_ranks_that_stand_in_different_places(size, f, said):
-    for how,text in on(size, f): assert how in ('ValueError','RankError') and said in text and 'HINT' in text and 'test_apart.py' in text
+    for how,text in on(size, f): assert how in ('ValueError','RankError') and said in text and 'HINT' in text and 'test_out_of_sync.py' in text
 
 def gather_late(learn, rank):
     if rank: time.sleep(3)

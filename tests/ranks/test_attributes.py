@@ -132,7 +132,7 @@ def test_critic(n, shard):
     "A critic with gradients of its rank is named, with its optimizer; one with averaged gradients is not"
     first,*others = on_ranks(lambda rank: told(Critic, shard=shard), n)
     opt,net = sorted(first, key=lambda o: o.startswith('Critic.net'))
-    assert opt.startswith('Critic.opt_c optimizer state of parameter 0 of the optimizer: ') and net.startswith('Critic.net.weight (test_held.py:') and not any(others), (first,others)
+    assert opt.startswith('Critic.opt_c optimizer state of parameter 0 of the optimizer: ') and net.startswith('Critic.net.weight (test_attributes.py:') and not any(others), (first,others)
     assert 'from rank 0' in net and 'in 3 of 3 elements by up to' in net and 'average its gradients before its step' in net
     assert on_ranks(lambda rank: told(Averaged, *([] if shard else [Average]), shard=shard), n)==[[]]*n
 
@@ -149,7 +149,7 @@ def test_counts(n, shard):
 def test_critic_of_the_script(n, shard):
     "A critic that no callback holds is found by the optimizer that trains it"
     first,*others = on_ranks(lambda rank: told(OfScript, shard=shard), n)
-    assert first[0].startswith('OfScript.oc parameter 0 of the optimizer (test_held.py:') and len(first)==1 and 'average its gradients' in first[0] and not any(others), (first,others)
+    assert first[0].startswith('OfScript.oc parameter 0 of the optimizer (test_attributes.py:') and len(first)==1 and 'average its gradients' in first[0] and not any(others), (first,others)
 
 @ways
 @pytest.mark.by_default('3-False')
@@ -177,7 +177,7 @@ def test_drawn(n, shard):
 def test_skips(n, shard):
     "A callback that leaves batches out by the loss of its rank is named with the batches; what all ranks decide alike is not"
     first,*others = on_ranks(lambda rank: told(Skips, shard=shard), n)
-    assert len(first)==1 and first[0].startswith('the batches that Skips cancels in after_loss (test_held.py:') and 'Each rank decides by its own samples' in first[0] and not any(others), (first,others)
+    assert len(first)==1 and first[0].startswith('the batches that Skips cancels in after_loss (test_attributes.py:') and 'Each rank decides by its own samples' in first[0] and not any(others), (first,others)
     assert on_ranks(lambda rank: told(SkipsTogether, shard=shard), n)==[[]]*n
 
 class EndsFit(Callback):
@@ -194,7 +194,7 @@ class EndsEpoch(Callback):
 def test_ends(n, shard, ends):
     "So is one that ends an epoch or the fit by it"
     first,*others = on_ranks(lambda rank: told(ends, shard=shard), n)
-    assert len(first)==1 and first[0].startswith(f'the batches that {ends.__name__} cancels in after_loss (test_held.py:') and not any(others), (first,others)
+    assert len(first)==1 and first[0].startswith(f'the batches that {ends.__name__} cancels in after_loss (test_attributes.py:') and not any(others), (first,others)
 
 @ways
 @pytest.mark.by_default('3-False', '2-True')

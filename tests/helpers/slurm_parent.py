@@ -1,4 +1,4 @@
-"Send a training to the tasks of a job of submitit, as a script or a cell does: `slurm_head.py FOLDER HOW [CLUSTER]`"
+"Send a training to the tasks of a job of submitit, as a script or a cell does: `slurm_parent.py FOLDER HOW [CLUSTER]`"
 import os,subprocess,sys,time
 sys.path[:0] = [os.path.join(os.path.dirname(__file__), o) for o in ('../../examples','.')]
 import submitit
