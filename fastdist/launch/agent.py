@@ -36,7 +36,7 @@ import atexit,gc,json,os,platform,psutil,secrets,selectors,socket,sys,time
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError,version
-from multiprocessing import get_all_start_methods,get_context
+from multiprocessing import get_all_start_methods,get_context,get_start_method,set_start_method
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -305,6 +305,7 @@ class Agent:
             if self.own_gpus: env['DEFAULT_GPU'] = str(i)
             o = LocalRank(int(rank), self.d, env, call, kinds)
             self.running.append(o)
+            self.sel.register(o.p.sentinel, selectors.EVENT_READ, noop)
             for kind in kinds: self.sel.register(o.pipes[kind], selectors.EVENT_READ, partial(self._copy, o, kind))
 
     def _kept_call(self):
@@ -329,6 +330,7 @@ class Agent:
         "Send the rest of what rank `o` has left, and its exit code"
         self.running.remove(o)
         self.ended.append(o)
+        self.sel.unregister(o.p.sentinel)
         for kind,fd in o.pipes.items():
             while fd in self.sel.get_map() and self._copy(o, kind): pass
             with suppress(KeyError): self.sel.unregister(fd)
@@ -396,9 +398,10 @@ def _context(start):
     ctx.set_forkserver_preload([_module,*ddp_imports])
     return ctx
 
-def be_local_agent(inp, out, env, call):
-    "Run ranks for the parent process at the other end of the pipes `inp` and `out`, with its environment `env`"
+def be_local_agent(inp, out, env, start, call):
+    "Run ranks for the parent process at the other end of the pipes `inp` and `out`, with its environment `env` and its start method"
     os.setsid() # Ctrl-C in the terminal is the parent's
+    set_start_method(start, force=True)
     os.environ.clear()
     os.environ.update(env)
     link = Link(os.dup(inp.fileno()), os.dup(out.fileno()))
@@ -416,9 +419,9 @@ class LocalAgent:
         (inp,out),(a,b) = ctx.Pipe(False),ctx.Pipe(False)
         self.link = Link(os.dup(inp.fileno()), os.dup(b.fileno())) # before the fork, so that the agent has none of it
         for o in (inp,b): o.close()
-        args = a,out,dict(os.environ),call
+        args = a,out,dict(os.environ),get_start_method(allow_none=True),call
         self.p = ctx.Process(target=import_module(_module).be_local_agent, args=args, name='agent')
-        hidden = {'__file__','__spec__'} & set(vars(main)) # or a new Python would run this script
+        hidden = {'__file__','__spec__'} & set(vars(main)) if start!='fork' else () # or a new Python would run this script
         with overridden(main, **dict.fromkeys(hidden)): self.p.start()
         for o in (a,out): o.close()
 

@@ -486,7 +486,7 @@ class ThisNode:
 
     def open(self, i:int)->LocalAgent:
         "Start the agent"
-        call = ((self.fun,cpu_random()),Script()) if self.start=='fork' else None
+        call = ((self.fun,cpu_random()),None) if self.start=='fork' else None
         return LocalAgent(self.start, call)
 
 agent_code = f'{uncollected}; from {be_agent.__module__} import be_agent; be_agent()'

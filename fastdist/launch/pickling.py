@@ -116,8 +116,8 @@ def references(
 def _path(at, name, o):
     "Return the path of `o`, which what is at the path `at` calls `name`; none for code, whose variables begin a path"
     if isinstance(o, (FunctionType,MethodType,partial,type)): return ''
-    cls = camel2snake(type(o).__name__).rpartition('_')[2]
-    return (at+name if name[:1] in ('.','[') else name or at) or ('learn' if cls=='learner' else cls)
+    path = at+name if name[:1] in ('.','[') else name or at
+    return path or camel2snake(type(o).__name__).rpartition('_')[2].replace('learner', 'learn')
 
 def found(
     o, # Anything

@@ -53,6 +53,7 @@ from .replicas import *
 _values = int,float,complex,bool,str,bytes,type(None),PurePath,torch.Size,torch.dtype,torch.device # they never change
 
 def _is_of(o, kinds): return issubclass(type(o), kinds) # `isinstance` asks `o` itself, which may warn
+def _subclasses(c): return {c}.union(*map(_subclasses, c.__subclasses__()))
 
 # %% ../../nbs/417_state.changes.ipynb #7846ce8c
 class ModuleVariables:
@@ -158,8 +159,8 @@ def _module(o):
 
 def _data_sets():
     "Return the data sets of all loaders of this process"
-    loaders = [o for o in gc.get_objects() if _is_of(o, (DataLoader,TorchLoader))]
-    return [vars(o).get('dataset') for o in loaders]
+    kinds = _subclasses(DataLoader)|_subclasses(TorchLoader) # there are a million objects to ask for their type
+    return [vars(o).get('dataset') for o in gc.get_objects() if type(o) in kinds]
 
 def _parts(o):
     "Return what `o` refers to"
