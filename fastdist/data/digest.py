@@ -34,11 +34,12 @@ def _at(n):
 
 def _texts(o):
     "Yield texts that identify item `o`: a path, a plain value, a digest of an array, the type of any other; of a tuple or a dictionary those of its parts"
-    if isinstance(o, Mapping): yield from (t for k,v in o.items() for t in (str(k),*_texts(v)))
+    if isinstance(o, (torch.Tensor,np.ndarray)): yield array_digest(o)
+    elif isinstance(o, Mapping): yield from (t for k,v in o.items() for t in (str(k),*_texts(v)))
     elif type(o) in (tuple,list,L): yield from ('(', *(t for v in o[:8] for t in _texts(v)))
     elif isinstance(o, (str,PurePath)): yield str(o)
     elif o is None or isinstance(o, (Number,bytes)): yield repr(o.item() if isinstance(o, np.generic) else o)
-    else: yield array_digest(o) if isinstance(o, (torch.Tensor,np.ndarray)) else type(o).__name__
+    else: yield type(o).__name__
 
 # %% ../../nbs/201_data.digest.ipynb #b2c0aa04
 def _hash(texts, raw=b''): return blake2b('\0'.join(texts).encode(errors='surrogatepass')+raw, digest_size=8).hexdigest()
@@ -58,10 +59,10 @@ def array_digest(
 )->str: # 16 characters
     "Return a digest of the shape of `a` and of evenly spaced numbers in it"
     thin,shape = a,[str(tuple(a.shape))]
-    if a.ndim:
+    if any(d>=16 for d in a.shape[1:]): thin = a[(slice(None),*(slice(None, None, max(1, d//8)) for d in a.shape[1:]))]
+    if a.ndim and (len(a)>_all or isinstance(a, np.memmap)):
         rows = list(_at(len(a)))
-        if isinstance(a, np.memmap): rows = rows[::max(1, len(rows)//16)]
-        thin = a[tuple([slice(None), *(slice(None, None, max(1, d//8)) for d in a.shape[1:])])][rows]
+        thin = thin[rows[::max(1, len(rows)//16)] if isinstance(a, np.memmap) else rows]
     if isinstance(thin, torch.Tensor): thin = thin.detach().cpu().double().numpy() if thin.is_floating_point() else thin.detach().cpu().numpy()
     if thin.dtype.kind in 'OUS': return _digest(shape+[t for o in thin.ravel().tolist() for t in _texts(o)])
     return _hash(shape, np.ascontiguousarray(thin).tobytes())
