@@ -6,7 +6,7 @@ Each rank evaluates its own samples, so what fastai prints on rank 0 is about th
 
 But a metric is a small state that grows with each batch: a sum and a count, a list of predictions, a maximum. States are merged once, at the end of the phase, and the metric computes its value from the result. It is the value of one process for any number of samples, ranks and batches.
 
-Nothing says of a user's metric whether numbers add up or the largest counts. To take all for sums would make a recall, or a metric that looks at the largest error, wrong without a warning. So a way to merge states is known, or the metric gets whole batches, as one process has them, which is right whatever it does. Known are the metrics of fastai, which keep sums and rows. A function that fastai averages is probed: if it is a mean over samples, ranks add up. All else is the user's to say, by an attribute `merge` of the metric or of the function.
+Nothing says of a user's metric whether numbers add up or the largest counts. To take all for sums would make a recall, or a metric that looks at the largest error, wrong without a warning. So a way to merge states is known, or the metric gets whole batches, as one process has them, which is right whatever it does. Known are the metrics of fastai, which keep sums and rows, and its functions that are means over samples, such as `accuracy`. Any other function that fastai averages is probed: if it is a mean over samples, ranks add up. All else is the user's to say, by an attribute `merge` of the metric or of the function.
 
 | `merge` | what ranks do at the end of an evaluation |
 |---|---|
@@ -35,6 +35,7 @@ from functools import reduce
 from itertools import accumulate as sums_of,chain
 from fastcore.all import *
 from fastai.basics import *
+from fastai.metrics import accuracy,accuracy_multi,error_rate,mae,mse,msle,top_k_accuracy
 from ..base.errors import *
 from ..base.tracebacks import *
 from ..base.values import *
@@ -195,6 +196,7 @@ def take_rows(
 # %% ../../nbs/301_evaluate.metrics.ipynb #c762acc3
 _ways = 'sum','rows','max','min','last'
 _kept = {'__init__','reset','value','name'} # methods that do not say what a batch adds to the state
+_means = accuracy,accuracy_multi,error_rate,mae,mse,msle,top_k_accuracy # over all targets, of which each sample of a batch has as many
 
 def _stated_way(met):
     "Return the attribute `merge` of `met`, or of the function that it averages; `None` where nothing is stated"
@@ -215,7 +217,7 @@ def known_way(
     users = [c for c in type(met).__mro__[:-1] if not c.__module__.startswith('fastai.')]
     own = {k for c in users for k,v in vars(c).items() if isinstance(v, (FunctionType,property))}
     if not own<=_kept or isinstance(met, AvgSmoothLoss): return 'whole'
-    return None if is_average(met) else 'sum'
+    return 'sum' if not is_average(met) or any(met.func is o for o in _means) else None
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #be5afeff
 def _mix(t, others, g):

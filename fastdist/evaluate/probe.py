@@ -230,8 +230,8 @@ def unnoticed(
         as_before = kept_random(),without_modes(),_same_precision(),warnings.catch_warnings()
         refused = _guard.on(),overridden(torch, save=_save),overridden(signal, raise_signal=_raise_signal)
         for o in (*as_before, *refused, torch.no_grad(), redirect_stdout(io.StringIO())): stack.enter_context(o)
-        stack.callback(logging.disable, logging.root.manager.disable)
-        logging.disable()
+        stack.callback(setattr, logging.Logger, 'handle', logging.Logger.handle)
+        logging.Logger.handle = noop # `logging.disable` would go through all loggers
         warnings.simplefilter('ignore')
         if not together: stack.enter_context(no_exchange(*copies))
         yield
