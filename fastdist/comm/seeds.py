@@ -74,7 +74,7 @@ def _global_names(o):
 def _named(names):
     "Return each generator in the dictionary `names` by name and module; most modules have none"
     module = str(names.get('__name__')).replace('__mp_main__', '__main__')
-    return [(f'{module}.{k}',v) for k,v in [*names.items()] if isinstance(v, _kinds)]
+    return [(f'{module}.{k}',v) for k,v in [*names.items()] if not _seeders.keys().isdisjoint(type(v).__mro__)]
 
 # %% ../../nbs/108_comm.seeds.ipynb #b53093e0
 def own_generators(
