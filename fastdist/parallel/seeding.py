@@ -36,6 +36,7 @@ from fastai.callback.mixup import MixHandler
 from fastai.text.models.core import SentenceEncoder
 from ..base.errors import *
 from ..base.overrides import *
+from ..base.values import *
 from ..launch.callbacks import *
 from ..comm.collectives import *
 from ..comm.rng import *
@@ -97,13 +98,7 @@ def _rows_at(b, n, at):
         return t.index_select(t.shape[:2].index(n), torch.tensor(at, device=t.device)%n)
     return apply(pick, b)
 
-def _tensors(o):
-    "Return the tensors in `o`, nested in dictionaries and lists"
-    if isinstance(o, Tensor): return [o.detach()]
-    if isinstance(o, dict): o = list(o.values())
-    res = []
-    for v in o if is_listy(o) else (): res += _tensors(v)
-    return res
+def _tensors(o): return [t.detach() for _,t in leaves('', o) if isinstance(t, Tensor)]
 
 def _ends_the_same(whole, part):
     "Return whether tensors in `part` are the last five of nine rows of those in `whole`"

@@ -299,7 +299,7 @@ class Events:
 
     def forget(self):
         "Plan anew from the next event on"
-        self.planned,self.plans,self.deciders = (),{},set() # callbacks of the plan; event -> who is called; identities of those that decide
+        self.planned,self.plans = (),{} # callbacks of the plan; event -> who is called
 
     def __call__(self,
         event_name:str # Event
@@ -316,7 +316,7 @@ class Events:
         self.at = event_name
         cbs,key = learn.cbs.items,(event_name, learn.training, self.voting)
         if len(cbs)!=len(self.planned) or any(map(is_not, cbs, self.planned)): # callbacks may call themselves equal
-            self.planned,self.plans,self.deciders = list(cbs),{},{id(cb) for cb in cbs if decides(cb)}
+            self.planned,self.plans = list(cbs),{}
         if key not in self.plans: self.plans[key] = [*self._plan(event_name)]
         for cb,call in self.plans[key]:
             try: call()
@@ -349,7 +349,7 @@ class Events:
         for cb in sorted(self.learn.cbs.items, key=attrgetter('order')):
             own = self.rank is not None and is_rank0_only(cb)
             local = event_name=='after_batch' and is_local(cb, training and not self.windowed)
-            votes = self.voting and (local or id(cb) in self.deciders)
+            votes = self.voting and (local or decides(cb))
             elsewhere = own and self.rank and not votes
             if elsewhere or not answers(cb, event_name): continue
             call = partial(self.rank0.run, cb, event_name) if own else self._call_of(cb, event_name, training)
