@@ -64,7 +64,7 @@ def _save(file, tensors):
     return record(file, {k:_shown(t) for k,t in tensors.items()})
 
 # %% ../../nbs/407_state.folder.ipynb #4ead78cb
-_format,_version = 4,own_version()
+_format,_version = 5,own_version()
 
 def _json(record):
     "Return the text of `state.json` for `record`, with its own checksum"
