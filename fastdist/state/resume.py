@@ -17,9 +17,8 @@ __all__ = ['Fits', 'FitsByPath', 'fits_of', 'training_facts', 'check_same_traini
            'LocalLoaders', 'LocalLayout', 'FitNote', 'Fit', 'FitLoop']
 
 # %% ../../nbs/411_state.resume.ipynb #07b0c530
-import inspect,json,math,os,sys,numpy as np
+import json,os,sys,numpy as np
 from contextlib import contextmanager,suppress
-from numbers import Number
 from types import FunctionType
 from uuid import uuid4
 from warnings import warn
@@ -43,6 +42,7 @@ from .snapshot import *
 from .files import *
 from .folder import *
 from .progress import *
+from .consistency import *
 
 # %% ../../nbs/411_state.resume.ipynb #10a18641
 def _cell():
@@ -127,28 +127,19 @@ def check_same_training(
             raise ResumeError(path, f'another training: {k} was {was.get(k)}, is {now.get(k)}', _elsewhere)
 
 # %% ../../nbs/411_state.resume.ipynb #412a0004
+def _setting_text(v):
+    "Return text for a plain value, a small tensor or array; for a larger one its shape and its mean"
+    if isinstance(v, nn.Parameter) or not isinstance(v, (Tensor,np.ndarray)): return plain_text(v)
+    v = torch.as_tensor(v)
+    return str(v.tolist()) if v.numel()<=100 else f'{list(v.shape)} with mean {v.double().mean():.6g}'
+
 def described(
-    o # A function, a loss, a schedule, or a setting of one
-): # Numbers, texts, lists and dicts; JSON gives back the same
-    "Return a plain description of `o`, which training does not change"
-    if o is None or isinstance(o, (bool,str)): return o
-    if isinstance(o, Number):
-        o = o.item() if hasattr(o, 'item') else o
-        return repr(o) if isinstance(o, float) and not math.isfinite(o) else o
-    if isinstance(o, nn.Parameter): return f'a parameter of shape {tuple(o.shape)}'
-    if isinstance(o, (Tensor,np.ndarray)):
-        return described(o.tolist()) if math.prod(o.shape)<=100 else [str(tuple(o.shape)),described(o.mean().item())]
-    if isinstance(o, (list,tuple,L)): return [*map(described, o)]
-    if isinstance(o, dict): return {str(k):described(v) for k,v in o.items()}
-    if isinstance(o, partial): return {'':described(o.func), 'args':described(o.args)} | described(o.keywords)
-    kind = o if isinstance(o, (FunctionType,type)) else type(o)
-    library = made_in(kind).partition('.')[0] in ('fastai','fastcore','torch','fastdist')
-    if not library or isinstance(o, (type,Callback,Learner)): return kind.__qualname__
-    if isinstance(o, FunctionType): own = inspect.getclosurevars(o).nonlocals
-    else:
-        has = getattr(o, '__dict__', {})
-        own = {k:v for k,v in has.items() if k[0]!='_' and k!='training'} | has.get('_modules', {}) | has.get('_buffers', {})
-    return {'':kind.__qualname__} | described(own)
+    o # A function, a loss or a schedule
+)->dict: # Name of an argument -> text; '' -> its name
+    "Return what `o` was made with, which training does not change"
+    res = object_facts(o, text=_setting_text)
+    kind = o if isinstance(o, FunctionType) else type(o)
+    return res if of_library(made_in(kind)) else {'':res['']}
 
 # %% ../../nbs/411_state.resume.ipynb #412a0007
 _standard = 'fastai.learner','fastai.callback.core','fastai.callback.progress' # modules of callbacks that each Learner has
@@ -160,15 +151,13 @@ def fit_settings(
     scheds = {k:f for cb in learn.cbs if isinstance(cb, ParamScheduler) for k,f in cb.scheds.items()}
     res = {f'schedule of {k}':described(f) for k,f in scheds.items()}
     for k in (learn.opt.hypers or [{}])[0]:
-        if k not in scheds: res[k] = [described(h[k]) for h in learn.opt.hypers]
+        if k not in scheds: res[k] = [_setting_text(h[k]) for h in learn.opt.hypers]
     res['frozen parameters'] = [n for n,p in learn.model.named_parameters() if not p.requires_grad]
     res |= {'loss':described(learn.loss_func), 'callbacks':{}}
     for name,cb in named_callbacks(learn).items():
         module = type(cb).__module__
         if module in _standard or module.partition('.')[0]=='fastdist': continue
-        own = {k:vars(cb)[k] for k in inspect.signature(type(cb).__init__).parameters if k in vars(cb)}
-        plain = {k:described(v) for k,v in own.items() if v is None or isinstance(v, (Number,str))}
-        res['callbacks'][name] = {'':type(cb).__name__} | plain
+        res['callbacks'][name] = {k:v for k,v in object_facts(cb, deep=0).items() if '.' not in k}
     return res
 
 # %% ../../nbs/411_state.resume.ipynb #412a000a
