@@ -80,7 +80,6 @@ Modules:
 - `fastdist.state.dcp`: Rows of tensors in shards: each rank writes its own, and each reads what it needs
 - `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
-- `fastdist.state.preempt`: Signals that ask a training to stop, and to keep its state
 - `fastdist.state.progress`: What training has changed, as values from which another process resumes
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit: models, and what callbacks and modules hold beside
 - `fastdist.state.resume`: Where a fit stands: done, cut off, or new; and how it goes on from a state

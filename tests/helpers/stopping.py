@@ -6,7 +6,7 @@ from fastai.basics import *
 from fastdist import *
 from fastdist.comm.job import *
 from fastdist.base.errors import *
-from fastdist.state.preempt import *
+from fastdist.state.checkpoint import *
 
 class Stop(Callback):
     "Stops all ranks after one step; what a checkpoint will do"

@@ -4,7 +4,7 @@ from functools import partial
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
-from fastdist.state.preempt import StopSignals
+from fastdist.state.checkpoint import StopSignals
 from jupyter_client import KernelManager
 from procs import *
 import procs
