@@ -78,7 +78,6 @@ Modules:
 - `fastdist.state.checkpoint`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
 - `fastdist.state.consistency`: Facts that all ranks must share when a fit begins, and samples that they must read alike
 - `fastdist.state.dcp`: Rows of tensors in shards: each rank writes its own, and each reads what it needs
-- `fastdist.state.files`: Files that are complete or not there, and state dicts with or without a wrapper's prefix
 - `fastdist.state.folder`: A folder of states, each complete or not there, that one job at a time writes to
 - `fastdist.state.progress`: What training has changed, as values from which another process resumes
 - `fastdist.state.replicas`: Comparing what ranks hold, bit by bit: models, and what callbacks and modules hold beside

@@ -13,7 +13,7 @@ __all__ = []
 
 # %% ../nbs/901_saving.ipynb #ebbc9db3
 import cloudpickle,os,time,torch,fastai.learner,fastai.text.learner
-from contextlib import contextmanager,suppress
+from contextlib import contextmanager,nullcontext,suppress
 from errno import ENOENT
 from functools import wraps
 from inspect import ismethod,unwrap
@@ -29,7 +29,7 @@ from .launch.group import *
 from .comm.job import *
 from .comm.rank0 import *
 from .state.snapshot import *
-from .state.files import *
+from .state.folder import *
 from .parallel.norms import *
 from .parallel.layout import *
 from .train.trainer import *
@@ -127,6 +127,27 @@ def _args(f, learn, layout, *args, **kwargs):
     file = res.get(names[0])
     return res,join_path_file(file, learn.path/learn.model_dir, ext='.pth') if isinstance(file, (str,Path)) and 'device' in names else file
 
+# %% ../nbs/901_saving.ipynb #62ec3e50
+def _bare(names): return {k.removeprefix('module').removeprefix('.'):v for k,v in names.items()}
+
+def _unwrap_names(model, state, *_):
+    "Remove the wrapper's prefix from the names of `state`, if more of them then are names of `model`"
+    with held_state(): own = model.state_dict().keys()
+    if not all(k.startswith('module.') for k in state) or len(own & _bare(state).keys())<=len(own & state.keys()): return
+    for d in (state,getattr(state, '_metadata', {})):
+        bare = _bare(d)
+        d.clear()
+        d.update(bare)
+
+@contextmanager
+def _any_names(
+    model:nn.Module # Not wrapped
+): # Yields `model`
+    "Return a context manager in which `model` loads state dicts with and without a wrapper's prefix"
+    hook = None if isinstance(model, torch.jit.ScriptModule) else model.register_load_state_dict_pre_hook(_unwrap_names)
+    if hook: model._load_state_dict_pre_hooks.move_to_end(hook.id, last=False) # before hooks that look for names
+    with hook or nullcontext(): yield model
+
 # %% ../nbs/901_saving.ipynb #d4fd9001
 _began = time.time()
 
@@ -153,7 +174,7 @@ def _reads(f):
         if self.opt is None and f.__name__=='load': self.create_opt()
         kwargs,file = _args(f, self, layout, *args, **kwargs)
         _await_written(file)
-        with any_names(get_model(self.model)),layout.files.reading(self, file): return without_barrier(f, self, **kwargs)
+        with _any_names(get_model(self.model)),layout.files.reading(self, file): return without_barrier(f, self, **kwargs)
     return _inner
 
 # %% ../nbs/901_saving.ipynb #e4d8fbfb

@@ -39,7 +39,6 @@ from ..comm.seeds import *
 from ..data.digest import *
 from ..data.loader import *
 from .snapshot import *
-from .files import *
 from .folder import *
 from .progress import *
 from .consistency import *
@@ -231,6 +230,10 @@ class FitNote:
 # %% ../../nbs/411_state.resume.ipynb #f661505f
 _unseen = 'in shards each rank reads its part, so ranks on several nodes need a folder that all of them see'
 
+def _filled(v, folder):
+    from fastdist.state.dcp import filled # what it imports of torch takes half a second
+    return filled(v, folder)
+
 class Fit:
     "One fit of a Learner with a `Checkpoint`: which one it is, how far it is, and the state from which it resumes"
     found = before = None # what `find` has read; random states before the order of the epoch
@@ -300,7 +303,7 @@ class Fit:
 
     def _parts(self, state):
         "Return what `state` has of the Learner and of each rank; in shards this rank reads it itself, but for tensors in shards"
-        try: learner = state.read(whole=not self.layout.gathers)
+        try: learner = state.read(None if self.layout.gathers else _filled)
         except FileNotFoundError: raise ResumeError(state.path, f'files that rank {self.rank} does not see', _unseen) from None
         return dict(ranks=learner.pop('ranks'), learner=learner)
 

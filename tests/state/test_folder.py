@@ -14,7 +14,6 @@ from fastcore.test import expect_fail,test_eq
 from fastdist.base.errors import ResumeError
 from fastdist.launch.fork import forked_workers,on_ranks
 from fastdist.state import folder
-from fastdist.state.files import record
 from fastdist.state.folder import *
 from fastdist.state.serialize import *
 from fastdist.state.checkpoint import *
