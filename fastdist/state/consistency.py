@@ -25,7 +25,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.data.load import DataLoader
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader as TorchLoader,IterableDataset
+from torch.utils.data import IterableDataset
 from ..base.errors import *
 from ..base.tracebacks import *
 from ..base.values import *
@@ -163,10 +163,9 @@ def learner_facts(
     res |= model_facts(learn.model) | module_facts(learn.model, 'the model')
     res |= module_facts(loss_module(learn.loss_func), 'the loss') | {'the loss function':object_facts(learn.loss_func)}
     if fits: res['the optimizer function'] = object_facts(learn.opt_func)
-    dls = zip(('training','validation'), user_loaders(learn.dls)) if fits else [('evaluation',learn.dl)]
-    for name,dl in dls:
-        if not isinstance(dl, (DataLoader,TorchLoader)): continue
-        res |= data_digest(dl, name) | {f'{name} {k}':v for k,v in transform_facts(dl).items()}
+    dls = named_loaders(learn.dls) if fits else {'evaluation':learn.dl}
+    for name,dl in dls.items():
+        if is_loader(dl): res |= data_digest(dl, name) | {f'{name} {k}':v for k,v in transform_facts(dl).items()}
     if fits and isinstance(learn.opt, Optimizer):
         res['optimizers'] = [type(learn.opt).__name__, *map(str, learn.opt.hypers)]
     return res
@@ -289,7 +288,7 @@ def _send(conn, loaders):
 
 def _has_index(dl):
     ds = getattr(dl, 'dataset', None)
-    if not isinstance(dl, (DataLoader,TorchLoader)) or isinstance(ds, IterableDataset): return False
+    if isinstance(ds, IterableDataset): return False
     return hasattr(ds, '__getitem__') and hasattr(ds, '__len__') and len(ds)>0 and getattr(dl, 'indexed', True)
 
 class Samples:
@@ -302,7 +301,7 @@ class Samples:
     def __call__(self)->dict: # Use of a loader -> values of its samples, by name
         "Return the first, the middle and the last sample of loaders that are new"
         loaders,res = {},{}
-        for use,dl in zip(('training','validation'), user_loaders(self.learn.dls)):
+        for use,dl in named_loaders(self.learn.dls).items():
             if any(dl is o for o in self.seen) or not _has_index(dl): continue
             self.seen.append(dl)
             loaders[use] = dl

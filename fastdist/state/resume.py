@@ -26,8 +26,6 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger,ProgressCallback
 from fastai.callback.schedule import ParamScheduler
-from fastai.data.load import DataLoader
-from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
 from ..base.overrides import *
 from ..base.values import *
@@ -94,8 +92,7 @@ def training_facts(
     "Return what the training of `learn` must share with a state to resume from it"
     opt,rec = learn.opt,getattr(learn, 'recorder', None)
     res = {'model':form(learn.model), 'global batch':batch, 'number of epochs':learn.n_epoch, 'optimizer':type(opt).__name__}
-    for name,dl in zip(('training','validation'), user_loaders(learn.dls)):
-        if not isinstance(dl, (DataLoader,TorchLoader)): continue
+    for name,dl in named_loaders(learn.dls).items():
         res |= {k:v for k,v in data_digest(dl, name).items() if 'batch size' not in k}
     steps = [type(getattr(opt, 'opt', opt)).__name__]
     if isinstance(opt, Optimizer): steps = [getattr(cb, '__name__', type(cb).__name__) for cb in opt.cbs]
@@ -193,7 +190,7 @@ class LocalLoaders:
         cls:type # Class of a share
     ): # `None` where `dl` has no share
         "Return the share of `dl`"
-        return cls(dl, 0, 1) if isinstance(dl, (DataLoader,TorchLoader)) else None
+        return cls(dl, 0, 1) if is_loader(dl) else None
 
 class LocalLayout:
     "Layout of a model that one process has; on ranks the job hands over an object with the same names, and with `files`, which take a state apart, where it `gathers`"
@@ -340,7 +337,7 @@ class Fit:
         if mine is None and self.rank==0: mine = self.found['ranks'][0]
         if mine: set_global_random(mine['random'])
         for dl,o in zip(loaders, self.found['learner']['orders']):
-            if o is not None and dl is not but: set_order_state(dl, o)
+            if dl is not but: set_order_state(dl, o)
         if not self.found['done']: self.found = None
 
     def skip(self)->bool:
@@ -354,8 +351,6 @@ class Fit:
         return True
 
 # %% ../../nbs/411_state.resume.ipynb #7bddb6af
-def _is_loader(dl): return isinstance(dl, (DataLoader,TorchLoader))
-
 class FitLoop:
     "Epochs and batches of a fit, but those that were done in an earlier process"
     share,begun = None,False # the loader's share in one process; whether a pass over the loader has begun in this process
@@ -390,19 +385,19 @@ class FitLoop:
     )->callable:
         "Return `f`, from the batch on at which the state was made"
         if not self.fit.found: return partial(self._from_start, f)
-        if self.fit.size==1 and _is_loader(self.learn.dl): self.share = self.learn.dl = StepDL(self.learn.dl, 0, 1)
+        if self.fit.size==1 and is_loader(self.learn.dl): self.share = self.learn.dl = StepDL(self.learn.dl, 0, 1)
         return partial(self._go_on, f)
 
     def _current(self):
         "Return the share of the running epoch, in one process the loader, also where a callback has put something around it"
         running,dl = self.fit.loaders.running,self.learn.dl
         if running and running.dl is not None: return running.dl
-        return dl if _is_loader(dl) else self.share or self.learn.dls.train
+        return dl if is_loader(dl) else self.share or self.learn.dls.train
 
     def _from_start(self, f):
         dl = self._current()
         self._begin()
-        self.fit.before = global_random(),order_state(dl) if _is_loader(dl) else None
+        self.fit.before = global_random(),order_state(dl)
         f()
 
     def _begin(self):

@@ -297,8 +297,6 @@ class OptimizerState:
         for group,ps in zip(torchs.param_groups, lists): group['params'] = ps
 
 # %% ../../nbs/401_state.snapshot.ipynb #c09e723b
-def _is_loader(dl): return isinstance(dl, (DataLoader,TorchLoader))
-
 class RestState:
     "Takes and puts the parts of a `LearnerState` that belong to neither model nor optimizer"
     parts = 'loss','values','own','orders','scaler','frozen'
@@ -309,7 +307,7 @@ class RestState:
     def loss(self): return self.module.state_dict()
     def values(self): return {k:attributes(o) for k,o in self.owners.items()}
     def own(self): return {k:o.state_dict() for k,o in stateful(self.learn).items()}
-    def orders(self): return [order_state(dl) if _is_loader(dl) else None for dl in self.loaders]
+    def orders(self): return [order_state(dl) for dl in self.loaders]
     def scaler(self): return self.scales.state_dict() if hasattr(self.scales, 'state_dict') else {}
     def frozen(self): return dict(idx=getattr(self.learn.opt, 'frozen_idx', None))
 
@@ -321,8 +319,7 @@ class RestState:
         own = state.get('own', {})
         for k,o in stateful(self.learn).items() if own else ():
             if k in own: o.load_state_dict(copied(own[k]))
-        for dl,v in zip(self.loaders, state.get('orders', [])):
-            if v is not None: set_order_state(dl, v)
+        for dl,v in zip(self.loaders, state.get('orders', [])): set_order_state(dl, v)
         frozen = state.get('frozen', {}).get('idx')
         if frozen is not None: self.learn.opt.frozen_idx = frozen
         if state.get('scaler') and hasattr(self.scales, 'load_state_dict'): self.scales.load_state_dict(state['scaler'])
