@@ -202,9 +202,12 @@ class StopSignals:
     def __init__(self,
         failed:callable=noop # Return whether an error ends the training already, for which a launcher signals ranks that are left
     ):
-        self.asked,self.at,self.heard,self.failed = None,0.,False,failed # number of the first signal; when it came; whether the training has taken note of it
-        self.handlers = {s:SharedSignal(s, self._called, may_replace) for s in (signal.SIGTERM,signal_number('SIGUSR1')) if s}
-        self.passed = False # whether the first signal went to the user's handler
+        self.failed = failed
+        self.asked,self.at = None,0. # number of the first signal, and when it came
+        self.passed = False # whether the user's own handler has got it
+        self.heard = False # whether the training has taken note of it
+        numbers = filter(None, (signal.SIGTERM,signal_number('SIGUSR1')))
+        self.handlers = {s:SharedSignal(s, self._called, may_replace) for s in numbers}
 
     def __enter__(self):
         for o in self.handlers.values(): o.install()
@@ -214,14 +217,17 @@ class StopSignals:
     def __exit__(self, kind, e, tb):
         if _set_handlers: _signal_handling._set_worker_signal_handlers = _set_handlers
         self._restore()
+        if not self.asked: return
         unheard = kind is None and not self.heard and not self.passed
-        if self.asked and (unheard or self.asked==signal.SIGTERM and in_shell()): os.kill(os.getpid(), self.asked)
+        outlived = self.asked==signal.SIGTERM and in_shell() # IPython ends no process for a `SystemExit`
+        if unheard or outlived: os.kill(os.getpid(), self.asked)
 
     def _called(self, signum, frame):
-        if self.asked and time.monotonic()-self.at>self.same: return self._end(signum, frame)
-        if self.asked: return True
-        self.asked,self.at,self.passed = signum,time.monotonic(),_is_users(self.handlers[signum].below)
-        if not self.failed(): self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; a second one after {self.same:.0f} s stops at once')
+        now = time.monotonic()
+        if self.asked: return self._end(signum, frame) if now-self.at>self.same else True
+        self.asked,self.at,self.passed = signum,now,_is_users(self.handlers[signum].below)
+        if not self.failed(): self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; '
+            f'a second one after {self.same:.0f} s stops at once')
         return not self.passed
 
     def _restore(self):
@@ -249,9 +255,7 @@ class StopSignals:
         self.heard = bool(mine)
         return job.agree('the signal to stop', mine) if job else mine
 
-def _is_users(
-    handler # As from `signal.getsignal`
-)->bool:
+def _is_users(handler):
     "Return whether `handler` is a Python function other than that of torch's launcher, which ranks that are forked from it inherit"
     return callable(handler) and not getattr(handler, '__module__', '').startswith('torch.distributed.elastic')
 
@@ -357,9 +361,9 @@ class Checkpoint(OverridingCallback):
         keep:int=2 # Number of newest states that stay; the ends of the last ten fits stay too, or of `keep` where that is more
     ):
         self.path,self.every,self.minutes,self.keep,self.writer = Path(path),every,minutes,keep,None
-        for k,v in dict(every=every, minutes=minutes).items():
-            kinds = (int,float) if k=='minutes' else int
-            if v is not None and not (isinstance(v, kinds) and v>0): raise OptionError(k, v, must='a number above 0, or None')
+        for k,v,kinds in (('every',every,int),('minutes',minutes,(int,float))):
+            if v is None: continue
+            if not isinstance(v, kinds) or v<=0: raise OptionError(k, v, must='a number above 0, or None')
         if not isinstance(keep, int) or keep<=0: raise OptionError('keep', keep, must='a number above 0')
 
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('now','handed')} | dict(writer=None)
@@ -410,7 +414,8 @@ class Checkpoint(OverridingCallback):
 
     def _on_with_events(self, run, f, event_type, ex, final=noop):
         now = self.now
-        if event_type not in _asked or now is None and event_type!='fit' or not self._is_in_charge(): return run(f, event_type, ex, final)
+        asked = _asked if now else {'fit'}
+        if event_type not in asked or not self._is_in_charge(): return run(f, event_type, ex, final)
         if event_type=='train': return run(now.loop.batches(f), event_type, ex, final)
         run = partial(run, f, event_type, ex, final)
         if event_type=='epoch': now.epoch(run)

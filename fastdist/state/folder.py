@@ -82,14 +82,16 @@ def checksum(
         while b := f.read(1<<20): res = zlib.crc32(b, res)
     return res
 
+_listed = 30 # names in a record; a file may have thousands
+
 def record(
     file, # Path
-    holds:dict={}, # Name -> description, in words
-    most:int=30 # Number of names that are listed
+    holds:dict={} # Name -> description, in words
 )->dict: # `size` in bytes, `crc32`, and `holds`
     "Return what is noted of `file`, to find out later whether it is complete"
-    left = len(holds)-most
-    return dict(size=Path(file).stat().st_size, crc32=checksum(file), holds=dict(list(holds.items())[:most]) | ({'...':f'{left} more'} if left>0 else {}))
+    names = dict(list(holds.items())[:_listed])
+    if len(holds)>_listed: names['...'] = f'{len(holds)-_listed} more'
+    return dict(size=Path(file).stat().st_size, crc32=checksum(file), holds=names)
 
 # %% ../../nbs/406_state.folder.ipynb #111970fc
 def _shown(t): return f'{str(t.dtype).removeprefix("torch.")} {list(t.shape)}'

@@ -38,8 +38,9 @@ def values(
     return _packable(attributes(o))
 
 def _copies(vals):
-    "Return a copy of `vals`; the entries of long lists are those of a recorder, which only grows, and to copy them takes seconds"
-    return {k:list(v) if type(v) is list and len(v)>1000 else copied(v) for k,v in vals.items()}
+    "Return a copy of `vals`; of long lists, as those of a recorder that only grows, without their items, which takes seconds"
+    long = [k for k,v in vals.items() if type(v) is list and len(v)>1000]
+    return {k:list(v) if k in long else copied(v) for k,v in vals.items()}
 
 # %% ../../nbs/408_state.progress.ipynb #c2627be1
 def _is_users(o): return made_in(type(o)).partition('.')[0] not in ('fastai','fastcore','fastdist')

@@ -268,8 +268,9 @@ class Fit:
         if self.rank==0: found = self._read()
         if self.size>1: found = broadcast_obj(found)
         if found and self.layout.gathers: found |= self._parts(State(Path(found['path']), found['record']))
-        if not found['done'] if found else self.fits.skipped:
-            with kept_random(*user_loaders(learn.dls)): getattr(learn.dls, 'n_inp', None) # fastai reads an item for it
+        trained_before = not found['done'] if found else self.fits.skipped
+        if trained_before: # by a process in which fastai has read an item for `n_inp`
+            with kept_random(*user_loaders(learn.dls)): getattr(learn.dls, 'n_inp', None)
         self.found = found
 
     def _read(self):
