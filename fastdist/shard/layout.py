@@ -89,8 +89,7 @@ def _check_values(model):
     "Raise `ValueError` if rank 0 has tensors of `model` without values"
     names = broadcast_obj([n for n,t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta])
     if not names: return
-    shown = ', '.join(names[:3])+(f' and {len(names)-3} more' if len(names)>3 else '')
-    raise everywhere(ValueError(f'Rank 0 must have values for the whole model, got none for {shown}, which were made on the meta device. '
+    raise everywhere(ValueError(f'Rank 0 must have values for the whole model, got none for {some_of(names, 3)}, which were made on the meta device. '
         'HINT: make and load the model on rank 0; other ranks may make it on the meta device, and get the values of rank 0'))
 
 # %% ../../nbs/607_shard.layout.ipynb #1f23a3dc

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from fastcore.all import *
 from fastai.basics import *
+from ..base.errors import *
 from ..state.replicas import *
 from ..parallel.passes import *
 from .rows import *
@@ -146,8 +147,7 @@ def check_hooks(
     "Raise `ValueError` if a parameter of `model` has a hook that runs after its gradient was accumulated"
     names = [n for n,p in model.named_parameters() if getattr(p, '_post_accumulate_grad_hooks', None)]
     if not names: return
-    shown = ', '.join(names[:4])+(' and others' if len(names)>4 else '')
-    raise ValueError(f'You called register_post_accumulate_grad_hook for {shown}, but in shards no gradient is accumulated in these parameters. '
+    raise ValueError(f'You called register_post_accumulate_grad_hook for {some_of(names)}, but in shards no gradient is accumulated in these parameters. '
         'HINT: register_hook, which sees the gradient of this rank, or a callback with after_backward, which sees the shards of the averaged one')
 
 # %% ../../nbs/603_shard.model.ipynb #4f8830df

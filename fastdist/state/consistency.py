@@ -51,8 +51,7 @@ def model_facts(
 )->dict: # Name -> plain value
     "Return a plain description of the parameters of `model`; raise `ValueError` for tensors without a shape"
     lazy = [n for n,p in chain(model.named_parameters(), model.named_buffers()) if is_lazy(p)]
-    if lazy: raise everywhere(ValueError(f'You use a model whose {", ".join(lazy[:4])}{" and others" if len(lazy)>4 else ""} have '
-        'no shape yet, so ranks cannot start from the same weights. HINT: let it see a batch before the context: '
+    if lazy: raise everywhere(ValueError(f'You use a model whose {some_of(lazy)} have no shape yet, so ranks cannot start from the same weights. HINT: let it see a batch before the context: '
         '`learn.model.to(learn.dls.device)(*learn.dls.one_batch()[:learn.dls.n_inp])`'))
     ps = dict(model.named_parameters())
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n,p in ps.items()]

@@ -168,10 +168,9 @@ _by_weights = ('look for a parameter that one rank changes outside of the optimi
 def _message(when, names, how, more):
     "Return a message about the `names` that differ; `how` describes the first of them"
     name,*others = names
-    also = f' They differ as well in {", ".join(others[:3])}' if others else ''
-    if len(others)>3: also += f' and {len(others)-3} more'
+    also = f' They differ as well in {some_of(others, 3)}.' if others else ''
     hint = _by_loss if ' of parameter group ' in name else _by_weights
-    return f'ranks differ in {name} {when}: {how}.{also}{"." if also else ""} HINT: {hint}.{more}'
+    return f'ranks differ in {name} {when}: {how}.{also} HINT: {hint}.{more}'
 
 # %% ../../nbs/402_state.replicas.ipynb #1c91720a
 def compare_replicas(

@@ -295,7 +295,6 @@ def read_trace(
 
 # %% ../../nbs/806_tools.comparison.ipynb #57353139
 def _having(ranks, k): return [o[k] for o in ranks if k in o]
-def _some(names): return ', '.join(names[:5])+(f' and {len(names)-5} more' if len(names)>5 else '')
 
 class Comparison:
     "Report of two traces: `ok`, the `first` value that differs and its `origin`, and `rows` of all that was compared"
@@ -372,11 +371,11 @@ class Comparison:
     def _others(self):
         row = self.first
         names = [o.name for o in self.compared if o.differs and (o.fit,o.when)==(row.fit,row.when)][1:]
-        return f'Also different then: {_some(names)}' if names else ''
+        return f'Also different then: {some_of(names, 5)}' if names else ''
 
     def _left(self):
         names = uniqueify(o.name for o in self.rows if o.random)
         if not names: return ''
-        if self.draws and self.repeated: return f'Random: {_some(self.draws)}. {len(names)} values depend on it and were not compared'
+        if self.draws and self.repeated: return f'Random: {some_of(self.draws, 5)}. {len(names)} values depend on it and were not compared'
         why = 'differ between two runs of the first' if self.repeated else 'differ, and clocks may be the cause'
-        return f'{len(names)} numbers {why}, and were not compared: {_some(names)}'
+        return f'{len(names)} numbers {why}, and were not compared: {some_of(names, 5)}'

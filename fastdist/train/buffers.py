@@ -74,4 +74,4 @@ class Buffers(JobCallback):
         differ = share_buffers({n:b for n,b in bufs.items() if id(b) not in norms.shared})
         new = [n for n in differ if id(bufs[n]) not in quiet and n not in self.named]
         self.named |= {*new}
-        if new: self.phases.warn_once(('buffers',*new), _differs.format(', '.join(new[:5])+' and others'*(len(new)>5)))
+        if new: self.phases.warn_once(('buffers',*new), _differs.format(some_of(new, 5)))
