@@ -244,8 +244,10 @@ class LastBatch:
         t # A tensor, or anything else
     )->bool:
         "Return whether `t` belongs to the graph of the last batch, or has its rows"
-        if not isinstance(t, Tensor) or id(t) in self.early and self.early[id(t)]() is t: return False
-        return t.grad_fn is not None or any(d>1 and d in self.sizes for d in t.shape)
+        if not isinstance(t, Tensor): return False
+        if id(t) in self.early and self.early[id(t)]() is t: return False
+        has_rows = any(d>1 and d in self.sizes for d in t.shape)
+        return t.grad_fn is not None or has_rows
 
 # %% ../../nbs/402_state.replicas.ipynb #af2efceb
 def line_of(
@@ -349,7 +351,8 @@ class Held:
         "Return whether `name` has not changed in the epoch, and is the number of each rank, or tells rank 0 from the others"
         if self.early.get(name, absent)!=self.values[name]: return False
         ranks = range(len(vals))
-        return any(vals==[*map(repr, o)] for o in (ranks, [int(r==0) for r in ranks], [int(r>0) for r in ranks]))
+        of_ranks = ranks,[int(r==0) for r in ranks],[int(r>0) for r in ranks]
+        return any(vals==[*map(repr, o)] for o in of_ranks)
 
     def report(self,
         tables:list, # Of all ranks, `[]` where they are the same

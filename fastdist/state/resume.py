@@ -19,7 +19,6 @@ __all__ = ['Fits', 'FitsByPath', 'fits_of', 'training_facts', 'check_same_traini
 # %% ../../nbs/411_state.resume.ipynb #07b0c530
 import json,os,sys,numpy as np
 from contextlib import contextmanager,suppress
-from types import FunctionType
 from uuid import uuid4
 from warnings import warn
 from fastcore.all import *
@@ -134,8 +133,7 @@ def described(
 )->dict: # Name of an argument -> text; '' -> its name
     "Return what `o` was made with, which training does not change"
     res = object_facts(o, text=_setting_text)
-    kind = o if isinstance(o, FunctionType) else type(o)
-    return res if of_library(made_in(kind)) else {'':res['']}
+    return res if of_library(made_in(o)) else {'':res['']}
 
 # %% ../../nbs/411_state.resume.ipynb #412a0007
 _standard = 'fastai.learner','fastai.callback.core','fastai.callback.progress' # modules of callbacks that each Learner has
@@ -242,7 +240,8 @@ class Fit:
         helpers:tuple=(), # Callbacks of the job, each a `JobCallback`
         keep:int=2 # As for `States`
     ):
-        self.learn,self.job,self.helpers,self.states,self.fits = learn,current_job(),helpers,States(path, keep),fits_of(learn, path)
+        self.learn,self.job,self.helpers = learn,current_job(),helpers
+        self.states,self.fits = States(path, keep),fits_of(learn, path)
         self.loaders,self.layout = loaders or LocalLoaders(),layout or LocalLayout()
         self.rank,self.size = (self.job.rank,self.job.size) if self.job else (0,1)
         self.number,self.note = self.fits.done,FitNote(learn, self.states.path, self.fits.done)
@@ -308,8 +307,9 @@ class Fit:
     def announce(self):
         "Print where the fit goes on"
         at,threads = self.found['about'],torch.get_num_threads()
-        if self.rank==0 and at['ranks']==self.size and at['threads']!=threads: warn(f'The state was made with {at["threads"]} '
-            f'threads, and there are {threads} now, so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
+        rounds_anew = at['ranks']==self.size and at['threads']!=threads
+        if self.rank==0 and rounds_anew: warn(f'The state was made with {at["threads"]} threads, and there are {threads} now, '
+            'so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
         self.say(f'resuming fit {self.number} at epoch {at["epoch"]}, batch {at["batch"]} from {self.found["path"]}')
 
     def put_back(self):

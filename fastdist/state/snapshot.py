@@ -76,9 +76,11 @@ def attributes(
     "Return the attributes of `o` that are state"
     res = {}
     for k,v in vars(o).items():
-        if k in passing or isinstance(o, nn.Module) and (k[0]=='_' or k=='training'): continue
+        of_torch = isinstance(o, nn.Module) and (k[0]=='_' or k=='training')
+        if k in passing or of_torch: continue
         kind = kind_of(v)
-        if kind!=Kind.value and not (kind==Kind.other and isinstance(v, (Metric,*_containers))): continue
+        has_values = kind==Kind.other and isinstance(v, (Metric,*_containers))
+        if kind!=Kind.value and not has_values: continue
         res[k] = v.detach() if isinstance(v, Tensor) else v
         if isinstance(v, Metric): res |= {f'{k}.{a}':x for a,x in attributes(v).items()}
     return res
@@ -268,8 +270,9 @@ class OptimizerState:
 
     def groups(self):
         "Return the names of parameters, group by group"
+        if not self.optim: return dict(names=None)
         names = {id(p):n for n,p in self.net.named_parameters(remove_duplicate=False)}
-        return dict(names=[[names.get(id(p)) for p in ps] for ps in self.lists] if self.optim else None)
+        return dict(names=[[names.get(id(p)) for p in ps] for ps in self.lists])
 
     def put(self, state):
         "Write copies of what `state` has of the optimizer"
