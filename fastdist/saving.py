@@ -128,14 +128,14 @@ def _args(f, learn, layout, *args, **kwargs):
     return res,join_path_file(file, learn.path/learn.model_dir, ext='.pth') if isinstance(file, (str,Path)) and 'device' in names else file
 
 # %% ../nbs/901_saving.ipynb #62ec3e50
-def _bare(names): return {k.removeprefix('module').removeprefix('.'):v for k,v in names.items()}
+def _without_prefix(names): return {k.removeprefix('module').removeprefix('.'):v for k,v in names.items()}
 
 def _unwrap_names(model, state, *_):
     "Remove the wrapper's prefix from the names of `state`, if more of them then are names of `model`"
     with held_state(): own = model.state_dict().keys()
-    if not all(k.startswith('module.') for k in state) or len(own & _bare(state).keys())<=len(own & state.keys()): return
+    if not all(k.startswith('module.') for k in state) or len(own & _without_prefix(state).keys())<=len(own & state.keys()): return
     for d in (state,getattr(state, '_metadata', {})):
-        bare = _bare(d)
+        bare = _without_prefix(d)
         d.clear()
         d.update(bare)
 

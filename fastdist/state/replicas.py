@@ -4,7 +4,7 @@ Data parallel training rests on an invariant that nothing enforces: ranks begin 
 callback that runs on one rank, a weight that is written outside of the optimizer, a kernel that rounds differently on another GPU, and the models part. Nothing fails then.
 Gradients of different models are averaged, training gets worse, and what is saved is the model of rank 0.
 
-The loss does not show it: ranks report the mean of their losses, so all of them draw the same curve, however far apart they are. Next best seem sums or norms
+The loss does not show it: ranks report the mean of their losses, so all of them draw the same curve, however much they differ. Next best seem sums or norms
 of the weights. A sum does not see that two weights changed places, it rounds small changes away, and with a NaN in it it does not even equal itself.
 
 Here bits are compared, by a fingerprint. Let $w_i$ be the bits of a tensor as integers of at most 32 bits, and $k_i$ fixed random odd numbers of 64:
@@ -19,8 +19,8 @@ all tensors make one number of 8 bytes, and that is what ranks exchange while th
 
 # %% auto #0
 __all__ = ['fingerprint', 'learner_buffers', 'optimizer_values', 'learner_state', 'fingerprints', 'differing_tables', 'differing',
-           'how_apart', 'compare_replicas', 'share_buffers', 'whole_values', 'LastBatch', 'line_of', 'objects_of',
-           'held_values', 'further_state', 'Held']
+           'how_different', 'compare_replicas', 'share_buffers', 'whole_values', 'LastBatch', 'line_of', 'objects_of',
+           'attribute_values', 'further_state', 'AttributeComparison']
 
 # %% ../../nbs/402_state.replicas.ipynb #4253420f
 import inspect,math,torch,weakref,numpy as np
@@ -131,7 +131,7 @@ def differing(
     return res
 
 # %% ../../nbs/402_state.replicas.ipynb #30dde9af
-def _apart(a, b):
+def _distance(a, b):
     "Return how many elements of `a` have other bits than those of `b`, and by how much they differ at most"
     wide = torch.complex128 if a.is_complex() else torch.float64
     n = (_words(a)!=_words(b)).view(a.numel(), -1).any(1).sum().item()
@@ -141,7 +141,7 @@ def _show(v):
     if v is None: return 'nothing'
     return v if isinstance(v, str) else f'{v[0]} {v[1]}'
 
-def how_apart(
+def how_different(
     name:str, # In each of `tables`
     mine, # The value of `name` on this rank
     tables:list, # From `fingerprints`, of all ranks
@@ -155,7 +155,7 @@ def how_apart(
     n = math.prod(vals[0][1])
     if n>2**20: return who
     mine = mine.detach().cpu()
-    found = gather_objs(_apart(mine, broadcast_obj(mine, ref)))
+    found = gather_objs(_distance(mine, broadcast_obj(mine, ref)))
     count,most = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
     return f'{who}, in {count:.0f} of {n} elements by up to {most:.3g}'
 
@@ -187,7 +187,7 @@ def compare_replicas(
     found = differing(tables)
     if not found: return [b for _,b in both]
     name,(ref,ranks) = first(found.items())
-    raise everywhere(DesyncError(_message(when, found, how_apart(name, state.get(name), tables, ref, ranks), more)))
+    raise everywhere(DesyncError(_message(when, found, how_different(name, state.get(name), tables, ref, ranks), more)))
 
 # %% ../../nbs/402_state.replicas.ipynb #5ba3e000
 def share_buffers(
@@ -282,7 +282,7 @@ def _script_objects(learn):
 # %% ../../nbs/402_state.replicas.ipynb #7c647631
 _of_module = {*vars(nn.Module())} # parameters and buffers are compared as replicas
 
-def held_values(
+def attribute_values(
     learn:Learner
 )->dict: # Attribute -> names and values in it
     "Return the whole numbers and tensors that callbacks, modules and the loss hold beside the model"
@@ -317,19 +317,19 @@ _trained = ('Each rank changes it by its own samples, so it is not what one proc
 _carried = ('Each rank changes it by its own samples, or has drawn it, so it is not what one process has. HINT: let what is counted be '
     'a metric, or all_reduce it over ranks where it is updated; average over ranks what a module carries along; seed what is drawn')
 
-class Held:
-    "Compares what is held beside the model, and warns once of each attribute in which ranks differ"
+class AttributeComparison:
+    "Compare attributes beside the model over ranks, and warn once of each that differs"
     def __init__(self,
         learn:Learner, # In a job
         rank:int, # Rank 0 warns
-        *more # Pairs of a function that returns values as `held_values` does, and of what it means that they differ
+        *more # Pairs of a function that returns values as `attribute_values` does, and of what it means that they differ
     ):
         self.learn,self.rank,self.reported,self.own,self.batch = learn,rank,set(),set(),LastBatch()
-        self.parts = (partial(held_values, learn),_carried), (partial(further_state, learn),_trained), *more
+        self.parts = (partial(attribute_values, learn),_carried), (partial(further_state, learn),_trained), *more
 
     def begin(self):
         "Record what is there before the first batch of an epoch"
-        self.early = dict(chain(*(vs.items() for vs in held_values(self.learn).values())))
+        self.early = dict(chain(*(vs.items() for vs in attribute_values(self.learn).values())))
         self.batch.begin(self.early.values())
         self.early = {n:v for n,v in self.early.items() if isinstance(v, int)} # tensors are not kept alive
 
@@ -369,7 +369,7 @@ class Held:
             attr = self.attrs[n]
             if n in self.own or attr in self.reported: continue
             self.reported.add(attr)
-            how,owner = how_apart(n, self.values[n], tables, ref, ranks),attr.rpartition('.')[0]
+            how,owner = how_different(n, self.values[n], tables, ref, ranks),attr.rpartition('.')[0]
             line = line_of(_script_class(objects_of(self.learn).get(owner)))
             if not self.rank: warn(f'Ranks differ in {n}{line} {when}: {how}. {self.why[attr]}')
         self.values = {}
