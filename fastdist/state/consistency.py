@@ -15,7 +15,7 @@ __all__ = ['name_of', 'model_facts', 'plain_text', 'object_facts', 'module_facts
            'check_alike', 'sample_values', 'fixed_values', 'Samples']
 
 # %% ../../nbs/410_state.consistency.ipynb #f28f42a1
-import inspect,os,pickle,random,re,time,zlib
+import inspect,os,pickle,re,time,zlib
 from functools import lru_cache
 from itertools import chain
 from multiprocessing import current_process,get_context
@@ -82,8 +82,9 @@ def _made_with(o):
     if isinstance(o, FunctionType):
         try: return inspect.getclosurevars(o).nonlocals
         except ValueError: return {} # a variable that has no value yet
-    has = getattr(o, '__dict__', {})
-    res,has = {'func':o.func} if isinstance(o, BaseLoss) else {},has | has.get('_buffers', {})
+    res,has = {},getattr(o, '__dict__', {})
+    if isinstance(o, BaseLoss): res['func'] = o.func
+    if isinstance(o, nn.Module): has = has | o._buffers
     for k in _parameters(type(o)) if not isinstance(o, type) else ():
         for a in (f'_{k}',k):
             if a in has: res[k] = has[a]
@@ -251,29 +252,23 @@ def _read(dl, i):
     if n_inp is None and isinstance(item, (tuple,list)): n_inp = max(1, len(item)-1)
     return sample_values(item, n_inp or 1)
 
-def _generators(*objs):
-    "Return the function that gets the state of each random generator that `objs` lead to"
-    res = []
-    def is_end(o):
-        for cls,(get,_) in generator_kinds.items():
-            if isinstance(o, cls) and not isinstance(o, random.SystemRandom): res.append(partial(get, o))
-        return isinstance(o, tuple(generator_kinds)) or isinstance(o, (list,tuple,set,dict,L)) and len(o)>256 # samples
-    found(objs, is_end)
-    return res
+def _states(generators): return [get(o) for _,o in generators for cls,(get,_) in generator_kinds.items() if isinstance(o, cls)]
 
 def fixed_values(
     dl, # fastai or torch `DataLoader` of a data set with an index
-    i:int # Number of the sample
-)->dict: # As from `sample_values`; empty for a sample that cannot be read, or is drawn by a generator of its own
-    "Return what sample `i` of `dl` consists of, without what depends on random numbers; the data set is called"
-    own,reads = _generators(dl.dataset, getattr(dl, 'after_item', None), getattr(dl, 'create_item', None)),[]
-    before = [get() for get in own]
-    try:
-        for seed in (1,2):
-            with RandomStream(seed): reads.append(_read(dl, i))
-    except Exception: return {}
-    if not same_value(before, [get() for get in own]): return {}
-    return {k:v for k,v in reads[0].items() if same_value(v, reads[1].get(k))}
+    *samples # Their numbers
+)->dict: # Number -> as from `sample_values`; empty for a sample that cannot be read, or is drawn by a generator of its own
+    "Return what `samples` of `dl` consist of, without what depends on random numbers; the data set is called"
+    own = own_generators(dl.dataset, getattr(dl, 'after_item', None), getattr(dl, 'create_item', None))
+    def fixed(i):
+        before,reads = _states(own),[]
+        try:
+            for seed in (1,2):
+                with RandomStream(seed): reads.append(_read(dl, i))
+        except Exception: return {}
+        if not same_value(before, _states(own)): return {}
+        return {k:v for k,v in reads[0].items() if same_value(v, reads[1].get(k))}
+    return {i:fixed(i) for i in dict.fromkeys(samples)}
 
 # %% ../../nbs/410_state.consistency.ipynb #5d01aa25
 def _send(conn, loaders):
@@ -281,8 +276,7 @@ def _send(conn, loaders):
     torch.set_num_threads(1) # threads of the parent do not exist here
     for use,dl in loaders.items():
         res,n = {},len(dl.dataset)
-        for i in dict.fromkeys((0, n//2, n-1)):
-            res |= {f'{k} of {use} sample {i}':v for k,v in fixed_values(dl, i).items()}
+        for i,values in fixed_values(dl, 0, n//2, n-1).items(): res |= {f'{k} of {use} sample {i}':v for k,v in values.items()}
         conn.send((f'{use} samples',dumps(res)))
 
 def _has_index(dl):
