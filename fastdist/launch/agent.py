@@ -305,7 +305,6 @@ class Agent:
             if self.own_gpus: env['DEFAULT_GPU'] = str(i)
             o = LocalRank(int(rank), self.d, env, call, kinds)
             self.running.append(o)
-            self.sel.register(o.p.sentinel, selectors.EVENT_READ, noop)
             for kind in kinds: self.sel.register(o.pipes[kind], selectors.EVENT_READ, partial(self._copy, o, kind))
 
     def _kept_call(self):
@@ -330,7 +329,6 @@ class Agent:
         "Send the rest of what rank `o` has left, and its exit code"
         self.running.remove(o)
         self.ended.append(o)
-        self.sel.unregister(o.p.sentinel)
         for kind,fd in o.pipes.items():
             while fd in self.sel.get_map() and self._copy(o, kind): pass
             with suppress(KeyError): self.sel.unregister(fd)
