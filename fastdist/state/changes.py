@@ -178,7 +178,7 @@ def reachable(
     data:bool=False # Whether data sets are looked into
 )->tuple: # Of all objects; and of those of them that are looked into
     "Return what `roots` lead to, but for values and libraries"
-    opaque = {*map(id, (*(() if data else _data_sets()),*but))}
+    opaque = {*map(id, (*(_data_sets() if roots and not data else ()),*but))}
     seen,res,looked,todo = set(),[],[],deque(roots)
     in_library = cache(of_library)
     while todo:
