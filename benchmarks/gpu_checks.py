@@ -662,13 +662,13 @@ def sharded_step(at, carried=False, **how):
         def fill(ts):
             for t in ts: t.data = t.data.to(at.device)
         s = Shards(model, [model.first,model.body], **how|(dict(carrier=partial(RowCarrier, ranks=1, device=at.device)) if carried else {}))
-        s.put_on(init_device_mesh(at.device.type, (1,), mesh_dim_names=('shard',)), fill)
+        s.wrap(init_device_mesh(at.device.type, (1,), mesh_dim_names=('shard',)), fill)
         first,body,_ = s.parts
         first.set_modules_to_forward_prefetch([body])
         body.set_modules_to_backward_prefetch([first])
         with each_backward(lambda run, t, g, kw: run(t, g)): F.cross_entropy(model(x).float(), y).backward()
         grads = {p:q.grad.to_local().to(at.device) for p,q in s.params.items()}
-        s.take_off({p:q.detach().to_local().to(at.device) for p,q in s.params.items()})
+        s.unwrap({p:q.detach().to_local().to(at.device) for p,q in s.params.items()})
         for p,g in grads.items(): p.grad = g
     return _grads(at, run)
 

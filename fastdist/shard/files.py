@@ -49,7 +49,7 @@ def _take_rows(unit, m, state, prefix, meta, *_):
 def read_whole(
     shards:Shards # Of a model
 ):
-    "Let `load_state_dict` of the model and of modules in it read whole tensors, until `take_off`"
+    "Let `load_state_dict` of the model and of modules in it read whole tensors, until `unwrap`"
     units = {m:o for o in shards.parts[::-1] for m in o.modules()}
     for m,o in units.items(): m.register_load_state_dict_pre_hook(partial(_take_rows, o))
 
@@ -68,7 +68,7 @@ def _put_whole(seen, m, state, prefix, *_):
 def give_whole(
     model:nn.Module # In shards
 ):
-    "Let `state_dict` of `model` and of modules in it return whole tensors on rank 0, and nothing on other ranks, until `take_off`; all ranks call it"
+    "Let `state_dict` of `model` and of modules in it return whole tensors on rank 0, and nothing on other ranks, until `unwrap`; all ranks call it"
     seen = {} # parameter -> its values: tied ones are gathered once
     for m in model.modules(): m.register_state_dict_post_hook(partial(_put_whole, seen))
 

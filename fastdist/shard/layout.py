@@ -147,16 +147,16 @@ class Sharder:
         res = self._shards(model, whole)
         try:
             with exchange('the model, which is cut into shards'):
-                res.put_on(self.mesh, fill, self.own, self._dress)
+                res.wrap(self.mesh, fill, self.own, self._add_hooks)
                 fill([*whole, *model.buffers()])
             with exchange('the model, which all ranks have cut'): pass
         except BaseException:
-            res.take_back()
+            res.restore()
             raise
         res.before.clear()
         self.models[model] = res
 
-    def _dress(self, shards):
+    def _add_hooks(self, shards):
         "Let `shards` read whole tensors; see forward passes of the model, and calls of its `reset`"
         model = shards.model
         read_whole(shards)
@@ -179,7 +179,7 @@ class Sharder:
         "Make `model` whole again; return parameter in shards -> the user's"
         s = self.models.pop(model)
         back = {q:p for p,q in s.params.items()}
-        with exchange('the model, which is put together'): s.take_off({k:put_together(q, q) for k,q in (s.params|s.kept).items()})
+        with exchange('the model, which is put together'): s.unwrap({k:put_together(q, q) for k,q in (s.params|s.kept).items()})
         return back
 
     def enter(self,
@@ -208,7 +208,7 @@ class Sharder:
 
     def _again(self, learn):
         with self.opts.resharded(learn.opt), exchange('the model, which is cut into shards again'):
-            for s in self.models.values(): s.renew(self.mesh, self.own, self._dress)
+            for s in self.models.values(): s.renew(self.mesh, self.own, self._add_hooks)
 
 # %% ../../nbs/607_shard.layout.ipynb #8097368f
 def warn_mixed(
@@ -275,7 +275,7 @@ class Unsharder:
             raise
         finally:
             self.opts.restore(learn.opt, state)
-            for s in self.models.values(): s.take_off(params)
+            for s in self.models.values(): s.unwrap(params)
             self.models.clear()
 
     def _last(self, learn):

@@ -53,7 +53,7 @@ class Additions:
             new = {k:v for k,v in d.items() if was.get(k, self) is not v}
             if new: self.given.append((d, new, was))
 
-    def take_off(self):
+    def remove(self):
         "Take it off again, and leave what users have added since"
         for d,new,was in self.given:
             for k,v in new.items():
@@ -243,7 +243,7 @@ def _apply_in_place(m, f, recurse=True): return type(m)._apply(m, partial(_in_pl
 
 # %% ../../nbs/603_shard.model.ipynb #04c41341
 class Shards:
-    "`model` in shards, from `put_on` to `take_off`"
+    "`model` in shards, from `wrap` to `unwrap`"
     def __init__(self,
         model:nn.Module, # The user's
         units:list, # Modules that are gathered one at a time, innermost first, without `model`
@@ -265,7 +265,7 @@ class Shards:
         return self.mesh.size(-1)
     @property
     def units_on(self):
-        "Units that are in shards: all of them, or those before the one at which `put_on` failed"
+        "Units that are in shards: all of them, or those before the one at which `wrap` failed"
         return [m for m in self.parts if isinstance(m, FSDPModule)]
     @property
     def is_on(self):
@@ -280,11 +280,11 @@ class Shards:
         "(Name of a module, name of an attribute or buffer) -> tensor in shards that the module has computed from its parameters, as fastai's `WeightDropout`"
         return {(n,k):v for n,m in self.model.named_modules() for k,v in (vars(m)|m._buffers).items() if isinstance(v, DTensor)}
 
-    def put_on(self,
+    def wrap(self,
         mesh:DeviceMesh, # From `shard_mesh`
         fill:callable, # Called for each unit with its parameters, which have their values on the mesh's device afterwards
         group=None, # From `own_group`
-        dress:callable=noop # Called with this object when all units are cut, to add hooks
+        add_hooks:callable=noop # Called with this object when all units are cut, to add hooks
     ):
         "Cut the model into shards, one unit after the other; after an error it is on this rank as it was"
         self.mesh,self.carrier,self.added = mesh,self.new_carrier(mesh.size(-1)),Additions(self.model.modules())
@@ -292,10 +292,10 @@ class Shards:
             with self.added:
                 for m in self.parts: self._cut(m, fill, group)
                 fully_shard.state(self.model)._lazy_init() # or a unit that is called before the model takes itself for the outermost
-                dress(self)
+                add_hooks(self)
             self.undo = self.over()
         except BaseException:
-            self.take_back()
+            self.restore()
             raise
 
     def _cut(self, m, fill, group):
@@ -333,7 +333,7 @@ class Shards:
         before:callable, # Called with the number of a unit before its forward pass, and before FSDP's hooks
         after:callable # Called with the number of a unit after its forward pass, also where it fails
     ):
-        "Call `before` and `after` around forward passes, until `take_off`; let hooks of the user on parameters fire"
+        "Call `before` and `after` around forward passes, until `unwrap`; let hooks of the user on parameters fire"
         def pre(i, *_): return before(i)
         def post(i, *_): return after(i)
         for i,m in enumerate(self.parts):
@@ -350,7 +350,7 @@ class Shards:
             p.requires_grad_(o.sharded_param.requires_grad)
             o._setattr_on_modules(p)
         kept = {k:values.get(k) for k in self.kept}
-        self.added.take_off()
+        self.added.remove()
         self._set_kept(kept)
 
     def _set_kept(self, values):
@@ -364,35 +364,35 @@ class Shards:
         self.undo()
         self.undo = noop
 
-    def take_off(self,
+    def unwrap(self,
         values:dict # The user's Parameter, or a key of `kept` -> all of its values
     ):
-        "Remove everything that `put_on` added; the user's Parameters get `values`"
+        "Remove everything that `wrap` added; the user's Parameters get `values`"
         self._end_pass()
         self._unshard(values)
         self.records,self.writes,self.mesh,self.carry = {},{},None,None
 
-    def take_back(self):
-        "Undo `put_on`, which has failed on some rank: Parameters have on this one what they had before"
-        self.take_off({})
+    def restore(self):
+        "Undo `wrap`, which has failed on some rank: Parameters have on this one what they had before"
+        self.unwrap({})
         for p,v in self.before.items(): give(p, v)
 
     def renew(self,
         mesh:DeviceMesh, # Over a new process group
-        group=None, # As for `put_on`
-        dress:callable=noop # As for `put_on`
+        group=None, # As for `wrap`
+        add_hooks:callable=noop # As for `wrap`
     ):
         "Cut the model again over `mesh`, from the rows that ranks have"
         self.rows = {p:q.detach() for p,q in self.params.items()}
         def fill(params):
             for p in params: p.data = put_together(self.rows[p], self.rows[p])
-        self.take_off({})
-        self.put_on(mesh, fill, group, dress)
+        self.unwrap({})
+        self.wrap(mesh, fill, group, add_hooks)
         self.rows,self.before = {},{}
 
     @contextmanager
     def unsharded(self,
-        values:dict # As for `take_off`
+        values:dict # As for `unwrap`
     ):
         "Return a context manager in which the model is the user's, with `values`, and nothing of FSDP is on it; none of its hooks may be removed there"
         self._end_pass()
