@@ -1731,6 +1731,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastdist/launch/launcher.py'),
                                           'fastdist.launch.launcher.job_folder': ( 'launch.launcher.html#job_folder',
                                                                                    'fastdist/launch/launcher.py'),
+                                          'fastdist.launch.launcher.late_interrupt': ( 'launch.launcher.html#late_interrupt',
+                                                                                       'fastdist/launch/launcher.py'),
                                           'fastdist.launch.launcher.own_path': ( 'launch.launcher.html#own_path',
                                                                                  'fastdist/launch/launcher.py'),
                                           'fastdist.launch.launcher.passed_on': ( 'launch.launcher.html#passed_on',

@@ -32,8 +32,9 @@ configuration, in its own way. The system's own `ssh` reads all of it, so that i
 
 # %% auto #0
 __all__ = ['agent_code', 'Terminal', 'Output', 'Display', 'warn_again', 'Reports', 'raise_', 'Screen', 'RemoteRank', 'Ranks',
-           'passed_on', 'first_interrupt', 'EngineError', 'RemoteAgent', 'check_versions', 'place_ranks', 'travelling',
-           'own_path', 'job_folder', 'ThisNode', 'Command', 'SSHHosts', 'Launcher', 'start_ranks']
+           'passed_on', 'first_interrupt', 'late_interrupt', 'EngineError', 'RemoteAgent', 'check_versions',
+           'place_ranks', 'travelling', 'own_path', 'job_folder', 'ThisNode', 'Command', 'SSHHosts', 'Launcher',
+           'start_ranks']
 
 # %% ../../nbs/016_launch.launcher.ipynb #5991e164
 import codecs,io,json,os,re,shlex,signal,sys,time,warnings
@@ -352,16 +353,23 @@ def passed_on(
 
 def first_interrupt(
     ranks:list, # As for `passed_on`
-    returns:bool # Whether ranks return after it
+    returns:bool, # Whether ranks return after it
+    sent:list # Receives the signal
 )->SharedSignal:
     "Return a context manager in which the first Ctrl-C is sent to `ranks`, and a second one is raised here"
-    sent = []
     def send(signum, frame):
         if sent: return False
         sent.append(signum)
         for o in ranks: o.send(signum)
         return True
     return SharedSignal(signal.SIGINT if returns else None, send)
+
+def late_interrupt(
+    returns:bool, # Whether it is received
+    late:list # Receives the signal
+)->SharedSignal:
+    "Return a context manager in which Ctrl-C waits for the end of what is done"
+    return SharedSignal(signal.SIGINT if returns else None, lambda signum, frame: not late.append(signum))
 
 # %% ../../nbs/016_launch.launcher.ipynb #876ca9fc
 class EngineError(RuntimeError):
@@ -627,10 +635,11 @@ class Launcher:
     def run(self,
         fun:callable, n:int, all_ranks:bool=False, show_all:bool=False, returns:bool=False, # As for `start_ranks`
         died:list=None, # As for `passed_on`
+        pressed:list=None, # Receives Ctrl-C, with `returns`
         keeps:bool=False # Whether agents call `fun` with what it returned the last time, and it returns that and what ranks call
     ): # As `start_ranks` returns
         "Start `n` ranks that call `fun`, and wait for them"
-        todo,wanted = SimpleQueue(),list(range(n if all_ranks else 1))
+        todo,wanted,pressed = SimpleQueue(),list(range(n if all_ranks else 1)),ifnone(pressed, [])
         worlds = place_ranks(n, [o.name for o in self.agents], getattr(self.engine, 'counts', None))
         with job_folder() as d:
             screen,ranks = Screen(todo, show_all, returns),Ranks(d, todo)
@@ -640,14 +649,14 @@ class Launcher:
             ranks.all.sort(key=lambda o: o.rank)
             try:
                 self._start(fun, ranks, worlds, screen, wanted, keeps)
-                with passed_on(ranks.all, ifnone(died, [])), first_interrupt(ranks.all, returns): ranks.wait(10 if returns else 1)
+                with passed_on(ranks.all, ifnone(died, [])), first_interrupt(ranks.all, returns, pressed): ranks.wait(10 if returns else 1)
             except BaseException as e:
                 if isinstance(e, KeyboardInterrupt): everywhere(e)
                 end_ranks(ranks.all)
                 screen.end_lines()
                 raise
             finally: screen.close()
-            res = ranks.results(wanted)
+            with late_interrupt(returns, pressed): res = ranks.results(wanted)
         return res if all_ranks else res[0]
 
 # %% ../../nbs/016_launch.launcher.ipynb #da0ac2f3
@@ -658,7 +667,8 @@ def start_ranks(
     all_ranks:bool=False, # Whether to return a list of the results of all ranks; by default only rank 0's result
     show_all:bool=False, # Whether to show the output of all ranks; by default only rank 0's
     engine=None, # Starts agents elsewhere; by default ranks are on this node
-    returns:bool=False # Whether ranks return what they have after the first Ctrl-C, which is sent to them, and leave it after an error
+    returns:bool=False, # Whether ranks return what they have after the first Ctrl-C, which is sent to them, and leave it after an error
+    pressed:list=None # As for `Launcher.run`
 ):
     "Return the result of `fun` on `n` new ranks, and end all ranks; raise `RankError` for the first that fails"
     try: os.getcwd()
@@ -669,7 +679,7 @@ def start_ranks(
         while True:
             launcher = Launcher(engine)
             try:
-                with launcher: return launcher.run(fun, n, all_ranks, show_all, returns, died)
+                with launcher: return launcher.run(fun, n, all_ranks, show_all, returns, died, pressed)
             except BaseException:
                 if not launcher.again: raise
     finally:

@@ -142,16 +142,19 @@ class CallsOnRanks:
     def __call__(self,
         fun:callable, # As for `RankCall`
         fork:bool, # Whether ranks are forks of this process
-        all_ranks:bool=False, show_all:bool=False, returns:bool=False # As for `start_ranks`
+        all_ranks:bool=False, show_all:bool=False, returns:bool=False, # As for `start_ranks`
+        pressed:list=None # As for `Launcher.run`
     ): # Rank 0's result, or a list of all
         "Call `fun` on ranks; raise `TypeError` for a result that cannot be sent"
-        call,how = RankCall(fun, all_ranks),dict(all_ranks=all_ranks, show_all=show_all, returns=returns)
+        late = late_interrupt(returns, ifnone(pressed, []))
+        call,how = RankCall(fun, all_ranks),dict(all_ranks=all_ranks, show_all=show_all, returns=returns, pressed=pressed)
         try: found = self._forked(call, how) if fork else self._sent(call, how)
         except BaseException as e:
-            if unfinished := getattr(e, 'unfinished', None): self.changes.load(*unfinished)
+            with late:
+                if unfinished := getattr(e, 'unfinished', None): self.changes.load(*unfinished)
             raise
         first_,*others = found if all_ranks else [found]
-        res = [self.changes.load(*first_), *(Changes().load(*o) for o in others)]
+        with late: res = [self.changes.load(*first_), *(Changes().load(*o) for o in others)]
         for o in res:
             if isinstance(o, Unsent): raise TypeError(f'{o.why}. What trained was returned')
         return res if all_ranks else res[0]
@@ -252,11 +255,14 @@ class ParentContext:
         "Call a method on new ranks, and make here what rank 0 has changed"
         call = _LearnerCall(self.learn, self.job, self.options, name, args, kwargs)
         fork = not self.job._engine and not torch.cuda.is_initialized()
+        pressed,__tracebackhide__ = [],True # IPython leaves out such frames
         with self._as_without():
-            try: received,res = self.calls(call, fork, returns=True)
-            except Preempted: raise everywhere(KeyboardInterrupt()) from None
-            except BaseException as e: raise e.with_traceback(None)
-        if received: raise everywhere(KeyboardInterrupt())
+            try: received,res = self.calls(call, fork, returns=True, pressed=pressed)
+            except (KeyboardInterrupt,Preempted): raise everywhere(KeyboardInterrupt()) from None
+            except BaseException as e:
+                if pressed and name!='fit': raise everywhere(KeyboardInterrupt()) from None # each rank has ended its evaluation by an error
+                raise e.with_traceback(None)
+        if received or pressed: raise everywhere(KeyboardInterrupt())
         return res
 
 # %% ../../nbs/710_train.parent.ipynb #6c78290e

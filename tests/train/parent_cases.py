@@ -1,11 +1,13 @@
 "The script runs once: with `nprocs=` calls of a Learner run on forked ranks, and all is as without it"
-import collections,functools,itertools,os,signal,sys,threading,time,warnings,weakref,pytest
+import collections,functools,itertools,os,psutil,signal,sys,threading,time,warnings,weakref,pytest
+from contextlib import contextmanager
 from types import ModuleType
 import pandas as pd
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.vision.core import TensorImage
 from fastdist import *
+from fastdist.base.errors import is_everywhere
 from fastdist.train.parent import parent_context
 from fastdist.launch.launcher import ThisNode
 from fastcore.test import test_close,test_eq,test_is
@@ -310,25 +312,119 @@ class Stops(Callback):
     def after_batch(self):
         if self.training and self.train_iter==self.n: raise CancelFitException
 
-class Slow(Callback):
-    def __init__(self, path): self.path = path
-    def after_batch(self):
-        if self.training and self.train_iter==2 and not rank_distrib(): self.path.touch()
-        if self.training: time.sleep(.05)
+class Waits(Callback):
+    "Is slow from an event on, and leaves a file there"
+    def __init__(self, path, event): self.path,self.event,self.began = path,event,False
+    def _wait(self, event):
+        if event==self.event or self.began:
+            self.began = True
+            self.path.touch()
+            time.sleep(.1)
+    def before_train(self): self._wait('train')
+    def after_batch(self): self._wait('step' if self.training else 'validation')
 
-def test_ctrl_c_keeps_what_was_trained(tmp_path):
-    learn,path = learner(),tmp_path/'began'
-    before = flatten([*learn.model.parameters()])
+@contextmanager
+def interrupted(path, times=1):
+    "Check that what runs inside raises `KeyboardInterrupt` within five seconds after Ctrl-C, pressed when `path` is there, and leaves no process"
+    before,at = children(),[]
     def press():
         await_that(path.exists)
-        os.kill(os.getpid(), signal.SIGINT)
+        at.append(time.monotonic())
+        for i in range(times):
+            if i: time.sleep(.3)
+            os.kill(os.getpid(), signal.SIGINT)
     t = threading.Thread(target=press)
     t.start()
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
-        with pytest.raises(KeyboardInterrupt): learn.fit(100, cbs=Slow(path))
-        assert 2<=len(learn.recorder.losses)==learn.train_iter<300 and flatten([*learn.model.parameters()])!=before
-        learn.validate()
+    with pytest.raises(KeyboardInterrupt) as e: yield e
+    assert time.monotonic()-at[0]<5 and is_everywhere(e.value)
     t.join()
+    test_eq(children(), before)
+
+def children(): return {o.pid for o in psutil.Process().children(recursive=True) if o.status()!=psutil.STATUS_ZOMBIE}
+
+moments = dict(train=lambda learn, cb: learn.fit(100, cbs=cb), step=lambda learn, cb: learn.fit(100, cbs=cb), validation=lambda learn, cb: learn.fit(100, cbs=cb),
+    find=lambda learn, cb: learn.add_cb(cb).lr_find(num_it=100, show_plot=False), evaluation=lambda learn, cb: learn.validate(cbs=cb), preds=lambda learn, cb: learn.get_preds(cbs=cb))
+events = dict(find='step', evaluation='validation', preds='validation')
+
+@pytest.mark.parametrize('moment', [*moments])
+def test_ctrl_c(tmp_path, moment):
+    "What was trained is there, the Learner is whole, and can go on in the same context"
+    learn,path = learner(),tmp_path/'began'
+    learn.dls.valid.bs = 2
+    before,n_cbs = flatten([*learn.model.parameters()]),len(learn.cbs)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        with interrupted(path): moments[moment](learn, Waits(path, events.get(moment, moment)))
+        trained = flatten([*learn.model.parameters()])!=before
+        test_eq(trained, moment in ('train','step','validation'))
+        if trained: test_eq(len(learn.recorder.losses), learn.train_iter)
+        learn.remove_cbs(Waits)
+        learn.fit(1)
+    test_eq((len(learn.cbs),len(learn.recorder.values)), (n_cbs,1))
+
+def test_ctrl_c_twice(tmp_path):
+    "The second one ends ranks in the middle of a step that takes long"
+    learn,path = learner(),tmp_path/'began'
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        with interrupted(path, 2): learn.fit(1, cbs=Stuck(path))
+        learn.fit(1)
+
+class Stuck(Callback):
+    def __init__(self, path): self.path = path
+    def after_pred(self):
+        self.path.touch()
+        time.sleep(60)
+
+def _slowly(path):
+    path.touch()
+    time.sleep(.5)
+    return path
+
+class Late:
+    "Takes long when it returns from a rank"
+    def __init__(self, path): self.path = path
+    def __reduce__(self): return _slowly,(self.path,)
+
+class KeepsLate(Callback):
+    def after_fit(self): self.kept = Late(self.path)
+    def __init__(self, path): self.path,self.kept = path,None
+
+def test_ctrl_c_while_a_call_returns(tmp_path):
+    learn,path = learner(),tmp_path/'began'
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        cb = KeepsLate(path)
+        with interrupted(path): learn.fit(1, cbs=cb)
+    test_eq((cb.kept,len(learn.recorder.values)), (path,1))
+
+class SlowItems(FromFile):
+    "Samples that take long in a data worker"
+    def __getitem__(self, i):
+        Path(f'{self.f.name}.began').touch()
+        time.sleep(.1)
+        return super().__getitem__(i)
+
+def test_ctrl_c_while_data_workers_read(tmp_path):
+    path = tmp_path/'samples'
+    np.arange(400, dtype=np.float64).tofile(path)
+    dls = DataLoaders.from_dsets(SlowItems(path, 400), SlowItems(path, 8), bs=4, num_workers=1, device='cpu')
+    learn = Learner(dls, nn.Linear(1, 1, bias=False), loss_func=MSELossFlat())
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        with interrupted(tmp_path/'samples.began'): learn.fit(1)
+
+class Pids(Callback):
+    def __init__(self, path): self.path = path
+    def after_batch(self):
+        (self.path/str(os.getpid())).touch()
+        time.sleep(.05)
+
+def test_a_script_that_is_killed(tmp_path):
+    learn,pid = learner(),os.fork()
+    if not pid:
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): learn.fit(100, cbs=Pids(tmp_path))
+        os._exit(0)
+    await_that(lambda: len(os.listdir(tmp_path))==2)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    await_that(lambda: not any(map(psutil.pid_exists, map(int, os.listdir(tmp_path)))), 5)
 
 def test_how_many_ranks(monkeypatch):
     learn = learner()
