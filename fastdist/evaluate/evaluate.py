@@ -282,8 +282,18 @@ class Evaluate(JobCallback):
         self._merge(ph)
         collecting = ph.collecting if ph else []
         for o in collecting: o.gather(ph.dl, self.dst)
+        if ph and ph.dl is not None and self.phases.split and not self.phases.fitting: self._set_loss(len(ph.sizes))
         if collecting and getattr(ph.dl.source, 'in_turn', None) is False: self.phases.warn_once('views', _views)
         if not self.phases.world.rank: self.reduction.unsettled.report()
+
+    def _set_loss(self, n):
+        "Set the loss of the last batch, this rank's `n`-th, to that of one process; one exchange"
+        learn,mine = self.learn,None
+        if n and self.batch.part and len(learn.yb) and not learn.loss.ndim: mine = [float(o) for o in self._loss_parts()]
+        ranks = gather_objs((n,mine))
+        last = max(k for k,_ in ranks)
+        parts = [o for k,o in ranks if k==last and o]
+        if parts: learn.loss = learn.loss.new_tensor(sum(o[0] for o in parts)/sum(o[1] for o in parts))
 
     def _set_silent(self, m, silent):
         "Let the recorder's call of `m.accumulate` do nothing, or what it does"

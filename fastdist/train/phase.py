@@ -64,7 +64,8 @@ class Phases:
         self.reset()
 
     def reset(self):
-        "Forget all phases and shares"
+        "Forget all phases and shares; the Learner has its own loader again"
+        if isinstance(getattr(self.learn, 'dl', None), StepDL): self.learn.dl = self.learn.dl.dl
         self.open,self.shares,self.fitting,self.warned = [],{},False,vars(self).get('warned', set())
 
     @property

@@ -234,6 +234,31 @@ def test_memory_that_processes_share():
         return flatten([*learn.model.parameters()])
     test_close(run(True, nprocs=2), run(False), 1e-6)
 
+def read(learn):
+    "Return what a user reads from a Learner after a call: numbers, and what else"
+    rec,loss = learn.recorder,learn.loss
+    numbers = [rec.log[:-1], rec.values, learn.final_record, learn.smooth_loss, rec.losses, rec.lrs, rec.iters, learn.lr]
+    numbers += [learn.n_epoch, learn.epoch, learn.pct_train, learn.train_iter, learn.opt.hypers]
+    if loss is not None and not loss.ndim: numbers.append(loss)
+    other = [loss is None, learn.dl in (None,*learn.dls.loaders), learn.training, learn.model.training]
+    return flatten(numbers),[*other, *[type(o).__name__ for o in learn.cbs if not isinstance(o, DistributedTrainer)]]
+
+@pytest.mark.parametrize('n', [2,3])
+@pytest.mark.by_default('3')
+def test_what_a_user_reads(n):
+    "But for `learn.xb`, `yb`, `pred` and losses of samples, which are rank 0's part of the last batch of an evaluation"
+    def run(**kw):
+        learn,res = learner(),[]
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+            fit,find = partial(learn.fit_one_cycle, 1),partial(learn.lr_find, show_plot=False)
+            for call in (fit, learn.validate, learn.get_preds, partial(learn.get_preds, with_loss=True), find):
+                call()
+                res.append(read(learn))
+        return zip(*res)
+    (one,one_others),(two,two_others) = run(),run(nprocs=n)
+    for a,b in zip(two, one): test_close(a, b, 1e-4)
+    test_eq(two_others, one_others)
+
 class Grows(Callback):
     def before_epoch(self): self.dls.train.bs = 12*(self.epoch+1)
 
@@ -342,8 +367,12 @@ def interrupted(path, times=1):
 
 def children(): return {o.pid for o in psutil.Process().children(recursive=True) if o.status()!=psutil.STATUS_ZOMBIE}
 
-moments = dict(train=lambda learn, cb: learn.fit(100, cbs=cb), step=lambda learn, cb: learn.fit(100, cbs=cb), validation=lambda learn, cb: learn.fit(100, cbs=cb),
-    find=lambda learn, cb: learn.add_cb(cb).lr_find(num_it=100, show_plot=False), evaluation=lambda learn, cb: learn.validate(cbs=cb), preds=lambda learn, cb: learn.get_preds(cbs=cb))
+def fits(learn, cb): learn.fit(100, cbs=cb)
+def finds(learn, cb): learn.add_cb(cb).lr_find(num_it=100, show_plot=False)
+def validates(learn, cb): learn.validate(cbs=cb)
+def predicts(learn, cb): learn.get_preds(cbs=cb)
+
+moments = dict(train=fits, step=fits, validation=fits, find=finds, evaluation=validates, preds=predicts)
 events = dict(find='step', evaluation='validation', preds='validation')
 
 @pytest.mark.parametrize('moment', [*moments])
