@@ -219,6 +219,12 @@ class _LearnerCall:
             return bool(interruption.received),res
         finally: acc.finalize()
 
+def _interrupt():
+    "Return a `KeyboardInterrupt` that a terminal and IPython show in one line"
+    res = everywhere(KeyboardInterrupt())
+    res._render_traceback_ = lambda: ['KeyboardInterrupt']
+    return res
+
 _on_ranks,_here = ('fit','validate','get_preds'),('predict','show_results','export')
 
 class ParentContext:
@@ -255,14 +261,14 @@ class ParentContext:
         "Call a method on new ranks, and make here what rank 0 has changed"
         call = _LearnerCall(self.learn, self.job, self.options, name, args, kwargs)
         fork = not self.job._engine and not torch.cuda.is_initialized()
-        pressed,__tracebackhide__ = [],True # IPython leaves out such frames
+        pressed = []
         with self._as_without():
             try: received,res = self.calls(call, fork, returns=True, pressed=pressed)
-            except (KeyboardInterrupt,Preempted): raise everywhere(KeyboardInterrupt()) from None
+            except (KeyboardInterrupt,Preempted): raise _interrupt() from None
             except BaseException as e:
-                if pressed and name!='fit': raise everywhere(KeyboardInterrupt()) from None # each rank has ended its evaluation by an error
+                if pressed and name!='fit': raise _interrupt() from None # each rank has ended its evaluation by an error
                 raise e.with_traceback(None)
-        if received or pressed: raise everywhere(KeyboardInterrupt())
+        if received or pressed: raise _interrupt()
         return res
 
 # %% ../../nbs/710_train.parent.ipynb #6c78290e
