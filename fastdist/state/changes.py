@@ -23,10 +23,10 @@ Not looked into are code, libraries, weak references, and data sets: what readin
 __all__ = ['ModuleVariables', 'Content', 'reachable', 'Change', 'write_change', 'Unsent', 'Changes', 'SentObjects']
 
 # %% ../../nbs/417_state.changes.ipynb #d7194d64
-import gc,os,pickle,sys,torch,numpy as np
+import gc,os,pickle,sys,torch,numpy as np,pandas as pd
 from collections import OrderedDict,deque
 from contextlib import suppress
-from functools import cache
+from functools import _lru_cache_wrapper,cache
 from importlib import import_module
 from hashlib import blake2b
 from io import BytesIO,IOBase
@@ -100,7 +100,8 @@ def _of_function(f):
 def _of_tensor(t): return [t._backward_hooks, t.grad if t.is_leaf else None, t._base]
 
 _behind = {(tuple,frozenset):list, FunctionType:_of_function, MethodType:lambda o: [o.__self__, o.__func__], partial:lambda o: [o.func, o.args, o.keywords],
-    property:lambda o: [o.fget, o.fset, o.fdel], (staticmethod,classmethod):lambda o: [o.__func__], type:lambda o: [*o.__bases__], torch.Tensor:_of_tensor}
+    _lru_cache_wrapper:lambda o: [o.__wrapped__], property:lambda o: [o.fget, o.fset, o.fdel], (staticmethod,classmethod):lambda o: [o.__func__],
+    type:lambda o: [*o.__bases__], torch.Tensor:_of_tensor}
 
 # %% ../../nbs/417_state.changes.ipynb #80ce3797
 def _entries(o):
@@ -128,6 +129,20 @@ def _fingerprint(v):
     if _is_of(v, np.ndarray): v = torch.from_numpy(np.ascontiguousarray(v).reshape(-1).view(np.uint8))
     return fingerprint(v).item()
 
+# %% ../../nbs/417_state.changes.ipynb #29057ddf
+@cache
+def _has_c_fields(cls):
+    "Return whether objects of `cls` are larger than what Python shows of them, since a class below it is implemented in C"
+    if cls.__base__ is None: return False
+    words = len(listify(vars(cls).get('__slots__')))+2 # dict and weak references too
+    return cls.__basicsize__-cls.__base__.__basicsize__>8*words or _has_c_fields(cls.__base__)
+
+def _referents(o):
+    "Return what fields of `o` in C refer to"
+    own = None
+    with suppress(AttributeError): own = object.__getattribute__(o, '__dict__')
+    return [v for v in gc.get_referents(o) if v is not own]
+
 # %% ../../nbs/417_state.changes.ipynb #29057dde
 class Content:
     "What an object is made of now"
@@ -141,16 +156,18 @@ class Content:
         self.state = generator[0](o) if generator else None
         self.fingerprint = self.memory = None
         if v is not None: self.fingerprint = _fingerprint(v),v.shape,v.dtype
-        if v is not None and _is_of(o, torch.Tensor): self.memory = v.untyped_storage().data_ptr(),v.storage_offset(),v.stride()
+        if v is not None and _is_of(o, torch.Tensor):
+            memory = v.untyped_storage()
+            self.memory = (memory.data_ptr(),memory.nbytes()),v.storage_offset(),v.stride()
         self.grad = (o.requires_grad,o.grad is None) if _is_of(o, torch.Tensor) and o.is_leaf else None
 
-    @property
-    def is_empty(self):
-        "Return whether nothing of the object can be seen from Python"
-        return not self.attributes and all(o is None for o in (self.entries,self.items,self.state,self.fingerprint,self.grad))
+        shown = self.entries,self.items,self.state,self.fingerprint,self.grad
+        self.hides = all(part is None for part in shown) and (not self.attributes or _has_c_fields(type(o))) # whether there is more of it than can be seen from Python
 
 # %% ../../nbs/417_state.changes.ipynb #2a35180f
-_opaque = CodeType,FrameType,GeneratorType,BuiltinFunctionType,WeakSet,WeakKeyDictionary,WeakValueDictionary
+_opaque = CodeType,FrameType,GeneratorType,BuiltinFunctionType,WeakSet,WeakKeyDictionary,WeakValueDictionary,pd.Index # never changes, but for its caches
+
+_transparent = ModuleType,IOBase,ModuleVariables # their attributes, or what they do, are all that counts
 
 def _module(o):
     "Return the name of the module that `o` is or was made in, `None` where it is no module, function or class"
@@ -168,7 +185,8 @@ def _parts(o):
     res = [*_attributes(o).values(), *(behind(o) if behind else ())]
     if entries is not None: res += [*entries, *entries.values()]
     if items: res += items(o) or []
-    if not res and not behind: res = gc.get_referents(o) # implemented in C
+    seen = behind or items or entries is not None or _is_of(o, _transparent)
+    if not seen and (not res or _has_c_fields(type(o))): res += _referents(o)
     return [*res, type(o)]
 
 # %% ../../nbs/417_state.changes.ipynb #a08cf9ce
@@ -295,11 +313,11 @@ def _closed_file():
 
 # %% ../../nbs/417_state.changes.ipynb #65dd7215
 def _place(memory, owners, memories):
-    "Return where another process finds `memory`: at one of `owners`, tensors that it has, or among `memories`"
-    at = memory.data_ptr()
+    "Return where another process finds `memory`, known by its address and size: at one of `owners`, tensors that it has, or among `memories`"
+    at = memory.data_ptr(),memory.nbytes()
     if at in owners: return 'objs',owners[at]
     view = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-    return 'memories',memories.setdefault(at or id(memory), (len(memories),view))[0]
+    return 'memories',memories.setdefault(at if at[0] else id(memory), (len(memories),view))[0]
 
 # %% ../../nbs/417_state.changes.ipynb #65dd7217
 _wrapped_in = {DistributedDataParallel:'module', AcceleratedOptimizer:'optimizer', AcceleratedScheduler:'scheduler', DistributedDL:'dl',
@@ -312,11 +330,21 @@ def _original(o):
 
 def _itself(o): return o
 
+# %% ../../nbs/417_state.changes.ipynb #65dd7218
+def _bytes_of(a): return torch.from_numpy(a.reshape(-1).view(np.uint8))
+
+def _as_array(t, dtype, shape): return t.numpy().view(dtype).reshape(shape)
+
+def _is_large_array(o):
+    "Return whether `o` is an array whose numbers, 64 KB or more, lie in one piece"
+    return type(o) is np.ndarray and o.flags.c_contiguous and o.nbytes>=1<<16 and _numbers(o) is not None
+
 # %% ../../nbs/417_state.changes.ipynb #65dd7214
 class _Pickler(CodePickler):
     "Pickles objects by their `names`, memory by its `_place`, what Accelerate has wrapped perhaps as the `original`, and records what functions use of the script"
-    def __init__(self, f, names, owners, memories, original=False):
+    def __init__(self, f, names, owners, memories, original=False, arrays=True):
         super().__init__(f, protocol=pickle.HIGHEST_PROTOCOL)
+        self.arrays = arrays # whether large arrays are pickled by the place of their memory
         self.names,self.owners,self.memories,self.original = names,owners,memories,original
         self.script,self.used,self.modules = ScriptNames(),set(),set()
         self.main = vars(sys.modules['__main__'])
@@ -336,6 +364,7 @@ class _Pickler(CodePickler):
         if _is_of(o, FunctionType) and o.__globals__ is self.main: self.used.update(globals_used(o))
         if _is_of(o, IOBase) and o.closed: return _closed_file,()
         if _is_of(o, CellType): return CellType,(),_in_cell(o) or None,None,None,_write_cell
+        if self.arrays and _is_large_array(o): return _as_array,(_bytes_of(o),o.dtype,o.shape)
         if _is_of(o, torch.Tensor) and (state := _tensor_state(o)): return _plain_tensor,(self._without_state(o),),state,None,None,_restore_tensor
         return super().reducer_override(o)
 
@@ -357,7 +386,7 @@ class _Pickler(CodePickler):
 # %% ../../nbs/417_state.changes.ipynb #65dd7213
 def _pickled(o, names, owners=MappingProxyType({}), memories=None, original=False):
     f = BytesIO()
-    _Pickler(f, names, owners, {} if memories is None else memories, original).dump(o)
+    _Pickler(f, names, owners, {} if memories is None else memories, original, memories is not None).dump(o)
     return f.getvalue()
 
 
@@ -411,8 +440,8 @@ class Changes:
     def _look(self, contents):
         "Take `contents` of what is looked at for those of before"
         self.before = {id(o):c for o,c in zip(self.looked, contents)}
-        known = *_behind,ModuleType,IOBase,tuple,frozenset,ModuleVariables
-        by_value = [o for o,c in zip(self.looked, contents) if c.is_empty and not any(_is_of(o, k) for k in known)]
+        known = *_behind,*_transparent,tuple,frozenset
+        by_value = [o for o,c in zip(self.looked, contents) if c.hides and not any(_is_of(o, k) for k in known)]
         others = self.places.keys()-set(map(id, by_value))
         self.names = {k:('objs',self.places[k]) for k in others}
         self.copied = [(o,self._digest(o)) for o in by_value]

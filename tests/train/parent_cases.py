@@ -10,6 +10,7 @@ from fastdist import *
 from fastdist.base.errors import is_everywhere
 from fastdist.train.parent import parent_context
 from fastdist.launch.launcher import ThisNode
+from fastdist.state.changes import SentObjects
 from fastcore.test import test_close,test_eq,test_is
 from learners import digits,tabular
 from procs import await_that
@@ -171,6 +172,37 @@ def test_a_model_that_is_put_away_between_calls():
             learn.model = first_
             return flatten(learn.get_preds()[0])
     test_close(run(nprocs=2, engine=ThisNode(None)), run(), 1e-5)
+
+class Table(Callback):
+    "Has data of NumPy and pandas, of which some share memory"
+    def __init__(self):
+        self.x = np.arange(60000.)
+        self.part,self.days,self.frozen = self.x[:30000],np.arange('1900', '2100', dtype='datetime64[D]'),np.zeros(20000)
+        self.frame = pd.DataFrame(dict(a=np.arange(20000.), b=np.arange(20000)))
+        self.frozen.flags.writeable = False
+    def after_fit(self):
+        self.x[-1] += 1
+        self.days[0] = self.days[-1]
+        self.frame.loc[19999,'a'] = self.frame['a'].sum()
+        self.new = self.x.reshape(2, -1)*2
+
+def test_large_arrays():
+    def run(**kw):
+        learn = learner(cbs=Table())
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
+            learn.fit(1)
+            learn.table.x[0] = 5
+            learn.fit(1)
+        t = learn.table
+        return t.x.sum(),t.part.sum(),t.days[0],t.frame['a'].iloc[-1],t.new.sum(),t.frozen.sum(),t.x.flags.writeable
+    for kw in (dict(), dict(engine=ThisNode(None))): test_eq(run(nprocs=2, **kw), run())
+
+def test_large_arrays_are_not_in_the_pickle():
+    x = np.arange(60000.)
+    data,_,memories,_ = message = SentObjects().send([x,x[:30000],torch.from_numpy(x)])
+    a,b,t = SentObjects().receive(*message)
+    assert len(data)<10000 and len(memories)==2
+    test_eq((a,b,t.numpy()), (x,x[:30000],x))
 
 class KeepsWeakly(Callback):
     "Has weak references, as caches of pandas and of abstract classes have"
