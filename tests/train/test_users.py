@@ -6,7 +6,7 @@ Each file in `users/` is one, and is found by itself. Comments in its first line
 - `compared: steps` where augmentation or dropout is each rank's own, and only the number of steps must be that of one process
 - `shows: REGEX` for what the terminal must show, which one process does not; `alone: no` where nothing can be compared
 - `fails: REGEX` for an error that ends it within seconds and is shown once; `last: REGEX` for the line of the script that is the last one shown; `hides: REGEX` for what must not be
-- `once: no, REASON` where `FASTDIST_NPROCS` changes nothing in it, or what it does cannot be that of one process; `once: fails` where it fails then too, `once: runs` where plain fastai fails
+- `once: no, REASON` where `FASTDIST_NPROCS` changes nothing in it, or what it does cannot be that of one process; `once: fails` where it fails then too, `once: runs` where plain fastai fails, `once: 2, REASON` where three ranks are not compared
 
 In a script, `bs` is the batch size of a rank; one process takes that of all ranks, and imports plain fastai or Accelerate. What `_result.result` prints at the end is compared,
 and so is each line that the terminal shows.
@@ -39,7 +39,9 @@ def wishes(path):
 def ways(w): return ['fork']*(not w.under or bool(w.fails) and w.start=='ranks')+w.under # a launcher ends the other ranks of one that fails, forks end by themselves
 
 cases = [(name,how) for name,path in scripts.items() for how in ways(wishes(path))]
-once = [(name,how) for name,path in scripts.items() if not wishes(path).once.startswith('no') for how in ('once-2','once-3','cells-2')]
+def once_ways(w): return [] if w.once.startswith('no') else ['once-2',*['once-3']*(not w.once.startswith('2')),'cells-2']
+
+once = [(name,how) for name,path in scripts.items() for how in once_ways(wishes(path))]
 by_default = 'digits_cnn-cells-2','inference-once-3','resumed-once-2','stream-once-3','trackers-once-2' # a fit in cells; all calls; no context; a stream as data; callbacks of rank 0
 
 def compared_with(how): return 'same' if how[:-2] in ('once','cells') else 'one' # one process with the script's own batches, or with those of all ranks
@@ -90,7 +92,7 @@ class Terminals:
 
     def _play(self, name, how):
         w = wishes(scripts[name])
-        if how=='one' and not w.alone or how=='same' and w.once!='as one': return
+        if how=='one' and not w.alone or how=='same' and w.once in ('fails','runs'): return
         if how[:-2] in ('once','cells'): return self._play_once(w, *how.split('-'))
         text = as_one(w.path.read_text(), w.n if how=='one' else 1) if how in ('one','same') else w.path.read_text()
         job = dict(path=w.path, text=text, n=w.n if how=='fork' and w.start=='ranks' else 0, plain=how in ('one','same'))

@@ -1,3 +1,4 @@
+# once: 2, bfloat16 rounds each part of a batch by itself
 # Half precision as a subclass of fastai's callback wants it
 from fastai.vision.all import *
 from fastdist import *

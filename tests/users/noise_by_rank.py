@@ -1,4 +1,4 @@
-# fails: (?i)rank 1
+# fails: (?i)ranks? 1
 # fails: (?i)weight|differ
 # alone: no
 # once: fails
