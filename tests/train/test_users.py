@@ -39,7 +39,7 @@ def wishes(path):
 def ways(w): return ['fork']*(not w.under or bool(w.fails) and w.start=='ranks')+w.under # a launcher ends the other ranks of one that fails, forks end by themselves
 
 cases = [(name,how) for name,path in scripts.items() for how in ways(wishes(path))]
-def once_ways(w): return [] if w.once.startswith('no') else ['once-2',*['once-3']*(not w.once.startswith('2')),'cells-2']
+def once_ways(w): return [] if w.once.startswith('no') else ['once-2',*['once-3']*(not w.once.startswith('2')),*['cells-2']*(w.once!='fails')] # a kernel ends well after an error
 
 once = [(name,how) for name,path in scripts.items() for how in once_ways(wishes(path))]
 by_default = 'digits_cnn-cells-2','inference-once-3','resumed-once-2','stream-once-3','trackers-once-2' # a fit in cells; all calls; no context; a stream as data; callbacks of rank 0
