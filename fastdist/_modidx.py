@@ -1724,6 +1724,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastdist/launch/launcher.py'),
                                           'fastdist.launch.launcher._category': ( 'launch.launcher.html#_category',
                                                                                   'fastdist/launch/launcher.py'),
+                                          'fastdist.launch.launcher._check_folder': ( 'launch.launcher.html#_check_folder',
+                                                                                      'fastdist/launch/launcher.py'),
                                           'fastdist.launch.launcher._place': ('launch.launcher.html#_place', 'fastdist/launch/launcher.py'),
                                           'fastdist.launch.launcher._write_all': ( 'launch.launcher.html#_write_all',
                                                                                    'fastdist/launch/launcher.py'),

@@ -563,6 +563,12 @@ def _place(w, addr, port, way):
     if way: res |= {k:way for k in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME') if k not in os.environ}
     return res
 
+def _check_folder():
+    "Raise `FileNotFoundError` that says what to do where the current folder is gone"
+    try: os.getcwd()
+    except FileNotFoundError as e:
+        raise FileNotFoundError(e.errno, 'Ranks begin in the current folder, which does not exist any more. HINT: os.chdir to one that does') from None
+
 class Launcher:
     "Agents on the machines of `engine`, and the ranks that they run; a context, in which `run` can be called again"
     def __init__(self, engine):
@@ -570,6 +576,7 @@ class Launcher:
         self.agents,self.over,self.again,self.stack = [],Event(),False,ExitStack()
 
     def __enter__(self):
+        _check_folder()
         try:
             if hasattr(self.engine, '__enter__'): self.stack.enter_context(self.engine)
             if not self.here: Thread(target=self._ping, daemon=True).start()
@@ -671,9 +678,6 @@ def start_ranks(
     pressed:list=None # As for `Launcher.run`
 ):
     "Return the result of `fun` on `n` new ranks, and end all ranks; raise `RankError` for the first that fails"
-    try: os.getcwd()
-    except FileNotFoundError as e:
-        raise FileNotFoundError(e.errno, 'Ranks begin in the current folder, which does not exist any more. HINT: os.chdir to one that does') from None
     engine,died = engine or ThisNode(fun, start),[]
     try:
         while True:

@@ -15,8 +15,8 @@ patience = 2
 long = patience+7 # a rank counts as lost after five seconds more than `patience`
 
 class At(Callback):
-    "Calls `f` in batch `n` of training, and makes each batch last"
-    def __init__(self, n, f): self.n,self.f = n,f
+    "Calls `f` in batch `n` of training, before its forward pass; `decides` says that it may cancel on one rank"
+    def __init__(self, n, f, decides=False): self.n,self.f,self.decides = n,f,decides
     def before_batch(self):
         if self.training and self.iter==self.n: self.f()
 
@@ -46,9 +46,9 @@ def all_suspended(rank, n):
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(patience=patience):
         pids = gather_objs(os.getpid())
         stop = At(1, lambda: suspend(pids, lambda: time.sleep(long)) if rank==0 else None)
-        last = lambda e: At(3, lambda: raises(rank==n-1 and e)) # the same callback on all ranks
+        last = lambda e, **kw: At(3, lambda: raises(rank==n-1 and e), **kw) # the same callback on all ranks
         err = heard(lambda: learn.fit(1, cbs=[stop, last(ValueError('a bad sample'))]))
-        steps = heard(lambda: learn.fit(1, cbs=last(CancelFitException()))),learn.train_iter
+        steps = heard(lambda: learn.fit(1, cbs=last(CancelFitException(), decides=True))),learn.train_iter
         return err,steps
 
 @pytest.mark.parametrize('n', [2,3])
