@@ -553,8 +553,8 @@ class _Difference:
 class SentObjects(Changes):
     "What was sent to another process that is no fork: here and there each object has the same position"
     def __init__(self):
-        self.variables = dict(__main__=ModuleVariables('__main__', set()))
-        self.calls,self.objs,self.places,self.looked = [],[],{},[]
+        super().__init__()
+        self.variables,self.calls = dict(__main__=ModuleVariables('__main__', set())),[]
         self._add(*self.variables.values())
         self._look([])
 
