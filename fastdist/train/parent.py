@@ -104,7 +104,8 @@ class RankCall:
     "Call of `fun` on a rank, which tells what has changed there"
     def __init__(self,
         fun:callable, # Called with the number of the rank
-        all_ranks:bool=False # Whether each rank returns its result; by default rank 0 alone
+        all_ranks:bool=False, # Whether each rank returns its result; by default rank 0 alone
+        returns:bool=False # Whether ranks return what they have after Ctrl-C
     ): store_attr()
 
     def __call__(self,
@@ -115,7 +116,8 @@ class RankCall:
         changes.begin()
         try: res = self.fun(rank)
         except BaseException as e:
-            with suppress(Exception): e.unfinished = changes.dump() # the error is what counts
+            ended = isinstance(e, KeyboardInterrupt) and not self.returns
+            with suppress(Exception): e.unfinished = None if ended else changes.dump() # the error is what counts
             raise
         if rank==0: return changes.dump(res)
         if self.all_ranks: return Changes().dump(res)
@@ -147,7 +149,7 @@ class CallsOnRanks:
     ): # Rank 0's result, or a list of all
         "Call `fun` on ranks; raise `TypeError` for a result that cannot be sent"
         late = late_interrupt(returns, ifnone(pressed, []))
-        call,how = RankCall(fun, all_ranks),dict(all_ranks=all_ranks, show_all=show_all, returns=returns, pressed=pressed)
+        call,how = RankCall(fun, all_ranks, returns),dict(all_ranks=all_ranks, show_all=show_all, returns=returns, pressed=pressed)
         try: found = self._forked(call, how) if fork else self._sent(call, how)
         except BaseException as e:
             with late:
