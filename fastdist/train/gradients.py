@@ -241,6 +241,7 @@ class BackwardPasses:
     def begin_batch(self):
         "Begin a batch, whose loss has no pass yet"
         self.due,self.n,self.known = True,0,False
+        self.before = vars(self.learn).get('loss') # of the batch before; fastai's 0 at the first
         if not self.windowed: return
         self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
         self.exchanges = self.window.ends or self.sync_each
@@ -267,14 +268,13 @@ class BackwardPasses:
             f = self._add(self.batch.scale(win.fraction))
             if t.numel()==1 and (isinstance(f, Tensor) or f!=1): g = _times(t, g, f)
             if self.lossless: self.sums[1] = math.nan # so that all ranks know
-        before = self.loss
         others = (self.added or self.leftover) and not self.windowed # gradients of all ranks are there
         with suspended_grads(layout.trained.active) if others else nullcontext():
             layout.backward(run, t, g, self.sums)
             mean = layout.reduce(self.sums, wanted=win.ends) if self.exchanges else None
             divisor = self._read(mean) if win.ends else 1.
             if isinstance(divisor, Tensor) or abs(divisor-1)>=1e-6: divide_grads(layout.trained.active, divisor)
-            cancel = self._cancelled(mean, before)
+            cancel = self._cancelled(mean)
         if win.callback: win.callback.count = win.seen-find_bs(self.learn.yb)
         self.n,self.added,self.first,self.leftover = self.n+1,False,False,True
         if cancel: raise cancel
@@ -298,8 +298,8 @@ class BackwardPasses:
             if _freed not in str(error): raise # else the callback has used up the graph, as one does that makes a step of its own
             self.cancel,self.lossless,self.layout.requests.cancel = None,False,0
 
-    def _cancelled(self, mean, before):
-        "Return what ranks cancel the batch by, `None` where none does; its gradients are zero then, and where a rank has no loss of it the loss is the one `before`"
+    def _cancelled(self, mean):
+        "Return what ranks cancel the batch by, `None` where none does; its gradients are zero then, and where a rank has no loss of it the loss is that of the batch before"
         if self.windowed or not self.many: return
         requests,mine,self.cancel,self.lossless = self.layout.requests,self.cancel,None,False
         if not (self.joins or requests.cancels.is_cpu): return # to look would wait for the GPU
@@ -307,7 +307,7 @@ class BackwardPasses:
         if not n: return
         for p in self.layout.trained.active:
             if p.grad is not None: local(p.grad).zero_()
-        if mean[1].isnan(): self.learn.loss = self.loss = before
+        if mean[1].isnan(): self.learn.loss = self.loss = self.before
         e = mine if isinstance(mine, cancels[n-1]) else cancels[n-1]()
         e.agreed = True
         return e
