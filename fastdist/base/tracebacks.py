@@ -102,7 +102,7 @@ def show_once(
         if not (rank and is_everywhere(err)): sys.stderr.write(_interrupted(err))
     elif rank and is_everywhere(err): sys.stderr.write(f'fastdist: rank {rank} stopped with the same {kind.__name__}; rank 0 shows it\n')
     elif isinstance(err, RankError) and err.shown and rank not in (None,err.rank) and not is_everywhere(err):
-        sys.stderr.write(f'fastdist: rank {rank} ends {_why(err)}\n')
+        if why := _why(err): sys.stderr.write(f'fastdist: rank {rank} ends {why}\n')
     elif _is_pythons(show) and (rank is not None or isinstance(err, RankError)): sys.stderr.write(traceback_text(err)+'\n')
     else: show(kind, err, tb)
 
@@ -113,9 +113,10 @@ def _interrupted(err):
     return f'fastdist: interrupted by Ctrl-C or SIGINT{at}, a KeyboardInterrupt (FASTDIST_TRACEBACK=full shows its traceback)\n'
 
 def _why(err):
-    "Return in words why another rank's error `err` ends this one; of a `SystemExit` Python shows no traceback"
+    "Return in words why another rank's error `err` ends this one, empty where Ctrl-C has ended that one, which says so; of a `SystemExit` Python shows no traceback"
     if 'Traceback (most recent call last)' not in err.msg: return f'with RankError: {err}'
     last,places = err.msg.rstrip().rpartition('\n')[2],re.findall(r'File "([^"]+)", line (\d+)', err.msg)
+    if last.startswith('KeyboardInterrupt'): return ''
     if not last.startswith('SystemExit'): return f'because rank {err.rank} failed, which shows its traceback itself'
     return f'because rank {err.rank} ended the program, with {last}'+(f', in {places[-1][0]}, line {places[-1][1]}' if places else '')
 

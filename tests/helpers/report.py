@@ -1,5 +1,6 @@
 "Train on digits as a user would, and write down what this rank saw: `report.py FOLDER`, started by any launcher"
-import json,random,sys
+import json,os,random,sys
+from contextlib import suppress
 from fastai.basics import *
 from sklearn.datasets import load_digits
 from fastdist import *
@@ -11,7 +12,10 @@ class Count(Callback):
 
 def gloo_threads():
     "Threads of process groups: those that outlive their group can abort the process when Python shuts down"
-    return [o for o in Path('/proc/self/task').glob('*/comm') if 'gloo' in o.read_text()]
+    names = []
+    for task in os.listdir('/proc/self/task'):
+        with suppress(FileNotFoundError,ProcessLookupError): names.append(Path(f'/proc/self/task/{task}/comm').read_text()) # a thread may end meanwhile
+    return [o for o in names if 'gloo' in o]
 
 def train(out):
     start = random.random()
