@@ -197,13 +197,12 @@ class StateWriter:
 
 # %% ../../nbs/413_state.checkpoint.ipynb #2904fea4
 class StopSignals:
-    "Context in which the first `SIGTERM` or `SIGUSR1` is only noted, in `asked`, and a later one ends this process; without effect outside of the main thread"
-    same = 3. # seconds in which a signal is not a second one: launchers pass on what the process has got already
+    "Context in which `SIGTERM` and `SIGUSR1` are only recorded, in `asked`; without effect outside of the main thread"
     def __init__(self,
         failed:callable=noop # Return whether an error ends the training already, for which a launcher signals ranks that are left
     ):
         self.failed = failed
-        self.asked,self.at = None,0. # number of the first signal, and when it came
+        self.asked = None # number of the first signal
         self.passed = False # whether the user's own handler has got it
         self.heard = False # whether the training has taken note of it
         numbers = filter(None, (signal.SIGTERM,signal_number('SIGUSR1')))
@@ -216,29 +215,18 @@ class StopSignals:
 
     def __exit__(self, kind, e, tb):
         if _set_handlers: _signal_handling._set_worker_signal_handlers = _set_handlers
-        self._restore()
+        for o in self.handlers.values(): o.uninstall()
         if not self.asked: return
         unheard = kind is None and not self.heard and not self.passed
         outlived = self.asked==signal.SIGTERM and in_shell() # IPython ends no process for a `SystemExit`
         if unheard or outlived: os.kill(os.getpid(), self.asked)
 
     def _called(self, signum, frame):
-        now = time.monotonic()
-        if self.asked: return self._end(signum, frame) if now-self.at>self.same else True
-        self.asked,self.at,self.passed = signum,now,_is_users(self.handlers[signum].below)
+        if self.asked: return True
+        self.asked,self.passed = signum,_is_users(self.handlers[signum].below)
         if not self.failed(): self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; '
-            f'a second one after {self.same:.0f} s stops at once')
+            'Ctrl-C or SIGKILL stops it at once')
         return not self.passed
-
-    def _restore(self):
-        for o in self.handlers.values(): o.uninstall()
-
-    def _end(self, signum, frame):
-        below = self.handlers[signum].below
-        self._restore()
-        if _is_users(below): below(signum, frame)
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)
 
     def _say(self, text):
         w = this_world()

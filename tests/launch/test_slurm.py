@@ -135,6 +135,6 @@ def test_jobs_that_are_requeued_go_on(cluster):
     "SLURM signals the batch scripts, as it does when the time is nearly up; the jobs run at once"
     for launcher,job in {o:submit_requeue(o, cluster) for o in ('torchrun','python')}.items():
         how,out = finished(job, cluster, 300, f'{launcher}/out')
-        assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'resuming fit 1' in out, out[-3000:]
+        assert how=='COMPLETED' and out.count('stopped in fit 1')==1 and 'resuming fit 1' in out, out
         assert 'Restarts=1' in sh(f'scontrol show job {job}', cluster)
         is_exact(Path(launcher), 2)
