@@ -93,6 +93,7 @@ def new_dls(size, learn): learn.dls = DataLoaders(DataLoader(Rows(31, 4), bs=18/
 changes = bs,data,fewer,shuffle,drop,workers,batch_tfm,item_tfm,in_place,new_loader,new_dls
 
 @pytest.mark.parametrize('f,size', [(f, 2+i%2) for i,f in enumerate(changes)])
+@pytest.mark.by_default('bs', 'data', 'workers', 'batch_tfm', 'in_place', 'new_dls')
 def test_changed_between_epochs(f, size): same_as_alone(size, cbs=at(f))
 
 @pytest.mark.parametrize('event', ('before_train',*(pytest.param(o, marks=pytest.mark.whole) for o in ('after_epoch','after_train','before_validate')),'after_batch'))
@@ -103,6 +104,7 @@ def part(size, learn): train(learn).partial_n = 30
 
 @pytest.mark.parametrize('f,mk', [(weights, own(cls=WeightedDL, shuffle=True, num_workers=0)), (part, own(cls=PartialDL, partial_n=50, num_workers=0)),
     (bs, own(cls=TfmdDL, shuffle=True, drop_last=True))])
+@pytest.mark.by_default('weights', 'part')
 def test_loaders_of_other_kinds_changed(f, mk): same_as_alone(3, mk=mk, cbs=at(f))
 
 class Curriculum(Callback):
@@ -159,6 +161,7 @@ streams = dict(torch=torchs(Lines), dropped=torchs(Lines, drop_last=True), fasta
     workers=torchs(Lines, num_workers=2, worker_init_fn=sharded, persistent_workers=True))
 
 @pytest.mark.parametrize('name,size', [(k, 2+i%2) for i,k in enumerate(streams)])
+@pytest.mark.by_default('torch-2', 'shuffled-3', 'workers-3')
 def test_streams(name, size): same_as_alone(size, mk=streams[name])
 
 def test_streams_without_a_length():
@@ -179,6 +182,7 @@ def by_batch(size, ctx, mk):
     return torch.cat([o.detach().flatten() for o in learn.model.parameters()]),learn.steps,learn.recorder.values
 
 @pytest.mark.parametrize('name,size', [(k, 2+i%2) for i,k in enumerate(unsized)])
+@pytest.mark.by_default('torch-2', 'short-3')
 def test_a_learner_that_asks_for_no_length(name, size):
     w,steps,values = by_batch(1, False, unsized[name])
     for o in on_ranks(lambda rank: by_batch(size, True, unsized[name]), size, join=False):
@@ -218,6 +222,7 @@ kinds = dict(default=own(cls=TfmdDL, shuffle=True, drop_last=True), persistent=o
 
 @pytest.mark.parametrize('name', kinds)
 @forked_workers() # in one process too: from Python 3.14 on its data workers would not know what only this process has
+@pytest.mark.by_default('default', 'torch_persistent', 'torch_weighted', 'batch_sampler', 'counting')
 def test_kinds_of_loaders(name): same_as_alone(3 if name in ('default','torch_weighted','batch_sampler') else 2, mk=kinds[name])
 
 def larger(size, learn): train(learn).batch_sampler.batch_size = 24//size
@@ -225,6 +230,7 @@ def weights_of(size, learn): train(learn).sampler.weights = torch.ones(n)
 def collate(size, learn): train(learn).collate_fn = lambda b: tuple(torch.stack(o)*3 for o in zip(*b))
 
 @pytest.mark.parametrize('f', (larger,weights_of,collate))
+@pytest.mark.by_default('larger', 'collate')
 def test_torch_loaders_changed(f): same_as_alone(2, cbs=at(f), mk=torchs(sampler=weighted))
 
 class Broken(Rows):
@@ -266,6 +272,7 @@ ways = dict(fastai=own(cls=OwnIter, shuffle=True), torch=lambda bs: LeavesOut(Ro
     batches=own(cls=OwnBatches), by_first=own(cls=ByFirst))
 
 @pytest.mark.parametrize('name,size', [(k, 2+i%2) for i,k in enumerate(ways)])
+@pytest.mark.by_default('torch-3', 'sample-2', 'chunks-3')
 def test_ways_of_the_user_through_a_loader(name, size): same_as_alone(size, mk=ways[name])
 
 class Around:
@@ -371,6 +378,7 @@ copy(dl)
 from fastdist import *
 print([list(map(len, copy(DistributedDL(dl, i, 2)))) for i in range(2)])
 '''
+@pytest.mark.whole
 def test_a_loader_that_was_copied_before_fastdist_was_imported(warm):
     "`copy` notes on the class which attributes it has"
     out,_ = warm(sys.executable, '-c', before_import)

@@ -43,6 +43,7 @@ def test_a_training_goes_on_with_other_ranks(tmp_path, whole, before, after, at,
     with pytest.raises(RankError, match='cut off'): script(before, tmp_path/'states', at)
     for res in script(after, tmp_path/'states', workers=workers): assert near(res, whole)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('before,after', ((2,3),pytest.param(3,1, marks=pytest.mark.whole)))
 def test_a_rank_that_is_killed(tmp_path, whole, before, after):
     with pytest.raises(RankError): script(before, tmp_path/'states', 3, workers=1, cut=partial(Kill, n=before))

@@ -18,7 +18,7 @@ from fastdist.base.errors import *
 from fastdist.comm.rng import RandomStream
 from fastdist.parallel.seeding import learned
 from fastdist.tools.trace import ShortTrace,TraceEnd
-from compare import cases,sizes
+from compare import cases,sizes,usual
 from procs import free_port
 from seeded import *
 
@@ -64,7 +64,7 @@ def test_every_random_transform_of_fastai():
     found = {k for k,v in vars(fastai.vision.augment).items() if isinstance(v, type) and issubclass(v, Transform) and v.__module__=='fastai.vision.augment'}
     test_eq(found, {*items,*of_batch}|bases)
     mks = {k:vision([o(),Resize(16)]) for k,o in items.items()} | {k:vision(batch=[o()]) for k,o in of_batch.items()}
-    same_on(mks, (2,), lambda learn: learn.fit(1, .01))
+    same_on(usual(mks, 'FlipItem', 'RandomResizedCrop', 'Dihedral', 'Warp', 'Hue', 'RandomErasing'), (2,), lambda learn: learn.fit(1, .01))
 
 class Recurrent(Module):
     def __init__(self, cls, batch_first): self.rnn,self.first,self.out = cls(8, 8, 2, dropout=.4, batch_first=batch_first),batch_first,nn.Linear(8, 3)
@@ -126,14 +126,14 @@ kinds = dict(lstm=partial(Recurrent, nn.LSTM), gru=partial(Recurrent, nn.GRU), a
 sequences = {f'{k}_{o}':net(partial(v, o), texts) for k,v in kinds.items() for o in (True,False)} | dict(encoder=net(encoder, texts))
 
 @sizes
-@cases(**models)
+@cases(**usual(models, 'Dropout', 'RReLU', 'Deep', 'connect_12'))
 def test_dropout_of_every_kind(cases, size): same_on(cases, (size,))
 
 @pytest.mark.replicas # its trial in shards is no copy
 def test_models_that_print_count_and_change_their_weights():
     norm = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2, bias=False), nn.BatchNorm2d(6), Timed(), nn.Flatten(), nn.Linear(294, 3))
     plain = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.Flatten(), nn.Linear(294, 3))
-    same_on(dict(loud=net(Loud), norm=net(norm), moving=net(plain, cbs=lambda: Moving()), once=net(flat(Once))), (3,))
+    same_on(usual(dict(loud=net(Loud), norm=net(norm), moving=net(plain, cbs=lambda: Moving()), once=net(flat(Once))), 'loud', 'moving'), (3,))
 
 class Hidden(Transform):
     "Has generators that lie deep: in a list of a `partial`, and around a function"
@@ -159,9 +159,9 @@ def test_generators_that_lie_deep_or_are_global(workers):
         ds = Datasets(range(40), [[lambda i: xs[i], tfm()], [lambda i: i%2]], splits=(list(range(30)), list(range(30, 40))))
         torch.manual_seed(0)
         return Learner(ds.dataloaders(bs=bs//n, num_workers=workers, device='cpu'), nn.Linear(8, 2), loss_func=CrossEntropyLossFlat(), **kw)
-    same_on(dict(deep=mk, globals=partial(mk, tfm=Global), callback=lambda n: mk(n, Global, cbs=GlobalNoise())), (3 if workers else 2,))
+    same_on(usual(dict(deep=mk, globals=partial(mk, tfm=Global), callback=lambda n: mk(n, Global, cbs=GlobalNoise())), 'deep', 'callback'), (3 if workers else 2,))
 
-def test_dropout_of_sequences(): same_on(sequences, (2,))
+def test_dropout_of_sequences(): same_on(usual(sequences, 'lstm_True', 'attention_False', 'encoder'), (2,))
 
 class Noise(Callback):
     def before_batch(self):
@@ -174,7 +174,7 @@ class OwnNoise(Callback):
 
 own_noise = dict(mixup=partial(MixUp, .4), cutmix=CutMix, noise=Noise, own=OwnNoise)
 @sizes
-@cases(**{k:net(flat(nn.Dropout), cbs=o) for k,o in own_noise.items()})
+@cases(**usual({k:net(flat(nn.Dropout), cbs=o) for k,o in own_noise.items()}, 'mixup', 'own'))
 def test_noise_and_mixing_of_callbacks(cases, size): same_on(cases, (size,), batches=False)
 
 class Labels:
@@ -196,8 +196,9 @@ workers = dict(plain=noisy(Labels, shuffle=True, num_workers=2), stream=noisy(St
     torchs=noisy(Labels, cls=TorchLoader, shuffle=True, num_workers=2, persistent_workers=True), torch_stream=noisy(Stream, cls=TorchLoader, num_workers=1))
 
 def test_noise_of_data_sets():
-    a,b = same_on(data, (3,)),same_on(workers, (2,))
-    for k in data: assert alike(a[k]['batches'], b[k]['batches']), k
+    names = 'plain','torch_stream'
+    a,b = same_on(usual(data, *names), (3,)),same_on(usual(workers, *names), (2,))
+    for k in a: assert alike(a[k]['batches'], b[k]['batches']), k
 
 def language_model(n):
     torch.manual_seed(0)
@@ -237,7 +238,7 @@ def collab(n):
 
 applications = dict(lm=language_model, text=text, tabular=tabular, collab=collab)
 @sizes
-@cases(**applications)
+@cases(**usual(applications, 'lm', 'text', 'tabular'))
 def test_text_tabular_and_collab(cases, size): same_on(cases, (size,), batches=False, fit=lambda learn: learn.fit(1, .02))
 
 def times(x, w): return x*torch.as_tensor(w).float().view(-1, *[1]*(x.ndim-1))
@@ -274,7 +275,7 @@ whole = dict(one=changed(lambda x: x*np.random.normal()),
     talks=net(flat(nn.Dropout), cbs=Talks), flat=changed(lambda x: x*torch.rand(x.numel()).view(x.shape)),
     inner=changed(lambda x: x*torch.rand(3, len(x)*16, 16).view(3, -1, 16, 16).transpose(0, 1)))
 @sizes
-@cases(**whole)
+@cases(**usual(whole, 'one', 'collate', 'rank0', 'inner'))
 def test_what_is_drawn_once_for_a_batch(cases, size): same_on(cases, (size,))
 
 class Numpy(Module):
@@ -309,6 +310,7 @@ by_numpy = dict(beta=(changed(lambda x: times(x, np.random.beta(.4, .4, size=len
     talks=(net(flat(), cbs=TalksByNumpy),'the callback TalksByNumpy draws by Python or NumPy, and cannot be tried'))
 
 @pytest.mark.parametrize('mk,said', by_numpy.values(), ids=by_numpy)
+@pytest.mark.by_default('model', 'transform', 'untried')
 def test_what_numpy_and_python_draw_for_each_sample_is_refused(mk, said): assert f'You set a seed, and {said}' in refused(mk)
 
 def tripled(x, i): return torch.where(torch.isin(torch.arange(len(x)), torch.tensor(i)).view(-1, *[1]*(x.ndim-1)), 3*x, x)
@@ -327,7 +329,7 @@ escaping = dict(permutation=(changed(lambda x: x[np.random.permutation(len(x))])
     order=(changed(in_random_order),'the callback Changes'), transform=(vision(batch=[in_random_order]),'a batch transform'))
 
 @pytest.mark.parametrize('mk,who', escaping.values(), ids=escaping)
-@pytest.mark.by_default('permutation', 'own', 'block', 'transform')
+@pytest.mark.by_default('permutation', 'block')
 def test_a_sample_that_depends_on_the_numbers_of_others_is_refused(mk, who): assert f'You set a seed, and {who} {each}' in refused(mk)
 
 by_rows = dict(mask=lambda x: x*torch.tensor(np.random.rand(*x.shape)), row=lambda x: tripled(x, [np.random.randint(len(x))]),
@@ -370,6 +372,7 @@ def gan(n):
     dls = DataLoaders(*[DataLoader(Latent(), bs=bs//n, shuffle=o) for o in (True,False)])
     return GANLearner.wgan(dls, maker, critic, opt_func=partial(Adam, mom=0.), switcher=FixedGANSwitcher(1, 1))
 
+@pytest.mark.whole
 @pytest.mark.replicas # its loss calls the parts of the model, which in shards is an error that says so
 @pytest.mark.filterwarnings('ignore')
 def test_a_gan(): same_on(dict(gan=gan), (3,), fit=lambda learn: learn.fit(2, .001))
@@ -382,9 +385,12 @@ def test_evaluations_that_draw():
     res = same_on(dict(net=net(flat(nn.Dropout))), (3,), fit=evaluated)['net']['result']
     assert not near(res[0], res[1])
     same_on(dict(vision=vision(batch=aug_transforms(size=16))), (2,), fit=lambda learn: learn.fit(1, .01) or [learn.tta(n=2)[0] for _ in range(2)])
+
+@pytest.mark.whole
+def test_a_search_for_a_learning_rate():
     same_on(dict(net=net(flat(nn.Dropout))), (2,), batches=False, fit=lambda learn: learn.lr_find(num_it=8, show_plot=False) and learn.fit(1, .01))
 
-def test_shards(): same_on(dict(plain=net(flat(nn.Dropout)), encoder=sequences['encoder']), (3,), shard=True)
+def test_shards(): same_on(usual(dict(plain=net(flat(nn.Dropout)), encoder=sequences['encoder']), 'encoder'), (3,), shard=True)
 @pytest.mark.whole
 def test_applications_in_shards():
     "An LSTM holds weak references and its weights a second time, and fastai's `WeightDropout` a method of its own: a trial in shards leaves them alone"

@@ -64,6 +64,7 @@ def fitted(rank, kind, how):
 
 @pytest.mark.parametrize('kind', ['fastai','torch'])
 @pytest.mark.parametrize('how', ['stopped','locked','importing'])
+@pytest.mark.by_default('stopped', 'locked')
 def test_a_worker_that_gives_nothing_is_named(kind, how):
     res = on_ranks(lambda rank: fitted(rank, kind, how), join=False)
     for err,n in res:
@@ -72,5 +73,6 @@ def test_a_worker_that_gives_nothing_is_named(kind, how):
         test_eq(n, kind=='fastai')
 
 @pytest.mark.parametrize('kind', ['fastai','torch'])
+@pytest.mark.by_default('torch')
 def test_a_slow_data_set_is_waited_for(kind):
     for err,n in on_ranks(lambda rank: fitted(rank, kind, 'slow'), join=False): test_eq((err,n), ('',1))

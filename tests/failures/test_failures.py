@@ -36,6 +36,7 @@ def ended(p):
     return err
 
 @pytest.mark.parametrize('cmd,rank,times', [pytest.param(by_torchrun,1,1, id='torchrun'), pytest.param(by_accelerate,0,1, id='accelerate', marks=pytest.mark.whole), pytest.param(notebook,1,2, id='notebook')])
+@pytest.mark.by_default('torchrun')
 def test_the_cause_comes_first_and_alone(warm, tmp_path, cmd, rank, times):
     "`notebook_launcher` shows it twice by itself: as a log, and as an error of its own"
     cmd,bad = cmd() if callable(cmd) else cmd,16+4*rank

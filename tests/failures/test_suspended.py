@@ -52,6 +52,7 @@ def all_suspended(rank, n):
         return err,steps
 
 @pytest.mark.parametrize('n', [2,3])
+@pytest.mark.by_default('3')
 def test_all_are_suspended_and_go_on(n):
     "What one of them does then, an error or a cancel, all ranks know as ever"
     *others,(own,cancelled) = on_ranks(partial(all_suspended, n=n), n, join=False, timeout=100)
@@ -79,6 +80,7 @@ def one_suspended(rank, n, who, place, path):
     return res
 
 @pytest.mark.parametrize('n,who,place', [(3,2,'fit'), (2,0,'barrier')])
+@pytest.mark.by_default('2-0')
 def test_one_is_suspended_and_comes_back(tmp_path, n, who, place):
     "The others have gone on without it; it raises the error that they have raised"
     for kind,text in on_ranks(partial(one_suspended, n=n, who=who, place=place, path=tmp_path), n, join=False, timeout=100):
@@ -107,6 +109,7 @@ def test_who_needs_nobody_leaves_while_rank_0_is_suspended(tmp_path):
     test_eq(on_ranks(partial(leaves, path=tmp_path), 2, join=False, timeout=100)[1], True)
 
 @pytest.mark.parametrize('where', ('anywhere','between its looks at the clock'))
+@pytest.mark.by_default('anywhere')
 def test_a_wait_for_files_of_others(tmp_path, where):
     "The time of the own suspension does not count"
     folder,looks = tmp_path/'state',get_context('fork').Event()

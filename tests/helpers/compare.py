@@ -70,9 +70,13 @@ def on_all(mk, size, cases, runs, **kw):
 
 whole_tables = 'WHOLE' in os.environ
 
+def usual(table, *names):
+    "Return the rows `names` of `table`, which run by default; with `--whole` all"
+    return table if whole_tables else {k:table[k] for k in names}
+
 def divided(cases, runs):
-    "Return those of `cases` that each of `runs` has: all in the first, and each in one of the others, in turn; with `--whole` in all"
-    def has(i, j): return whole_tables or not i or 1+j%(len(runs)-1)==i
+    "Return those of `cases` that each of `runs` has: all in the first, and one in the second and in the last; with `--whole` all in all"
+    def has(i, j): return whole_tables or not i or i in (1,len(runs)-1) and (i-1)%len(cases)==j
     return [{k:f for j,(k,f) in enumerate(cases.items()) if has(i, j)} for i in range(len(runs))]
 
 def check(mk, size, cases, runs=few, **tol):

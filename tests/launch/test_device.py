@@ -37,7 +37,7 @@ def cases(loss):
 
 @pytest.mark.parametrize('size', (2,3))
 @pytest.mark.parametrize('loss', losses)
-@pytest.mark.by_default('mean', 'summed', 'own')
+@pytest.mark.by_default('own')
 def test_the_branches_of_a_gpu(loss, size):
     "Learners in one process are plain fastai, which looks at none of it"
     with mock.patch.object(torch.Tensor, 'is_cpu', False, create=True): check(partial(make, loss=loss), size, cases(loss), few, atol=5e-6)

@@ -33,6 +33,7 @@ def here_is_parent(cluster, monkeypatch):
     for k in ('PATH','SLURM_CONF'): monkeypatch.setenv(k, cluster[k])
     return lambda kind='slurm': Accelerator(nprocs=2, compute_setup='cpu', engine=slurm_parent.engine(kind, 'jobs'))
 
+@pytest.mark.whole
 def test_the_script_runs_once(here_is_parent, cluster):
     def trained(**kw):
         learn = slurm_parent.learner()

@@ -114,6 +114,7 @@ def test_the_same_call_again_goes_on(hosts, tmp_path):
     test_eq(again.recorder.values, once.recorder.values)
     test_eq(again.counts.n, once.counts.n)
 
+@pytest.mark.whole
 def test_a_killed_agent(hosts):
     ends(hosts, lambda pid: os.kill(int(Path(f'/proc/{pid}/stat').read_text().rpartition(') ')[2].split()[1]), signal.SIGKILL), rf'rank \d on {hosts.names[1]} failed:\nits machine was lost: `ssh .* {hosts.names[1]}` ended')
 

@@ -161,6 +161,7 @@ head,contexts = "Accelerator(nprocs=2, compute_setup='cpu').distribute(learn.fit
 
 def frames(err): return re.findall(r'File "([^"]*)", line \d+, in ([\w<>]+)', err)
 
+@pytest.mark.whole
 def test_a_script_that_its_data_workers_run_again_does_not_join_twice(warm):
     "Their copies of the script formed a second job beside that of the ranks"
     _,err = script("""
@@ -229,6 +230,7 @@ def test_notes_groups_and_long_recursions_are_kept():
         try: cpu(nprocs=2).distribute(f, start='fork')(how)
         except RankError as e: assert want in str(e), str(e)
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_importing_leaves_garbage_collection_as_it_is():
     code = "import gc,sys; sys.modules['scipy.optimize'] = None\ntry: import fastdist\nexcept ImportError: print(gc.isenabled())"
@@ -310,6 +312,7 @@ for_loops = [dict(kwargs_handlers=[ProfileKwargs()]), dict(gradient_accumulation
     dict(dataloader_config=DataLoaderConfiguration(even_batches=False)), dict(rng_types=['torch']), dict(device_placement=False)]
 
 @pytest.mark.parametrize('opts', for_loops, ids=lambda o: first(o))
+@pytest.mark.by_default('kwargs_handlers', 'gradient_accumulation_plugin0', 'step_scheduler_with_optimizer')
 def test_a_loop_may_have_what_a_learner_cannot(opts):
     def f(acc):
         m = acc.prepare(nn.Linear(1,1))
@@ -407,6 +410,7 @@ def on_the_learner(acc, learn, cb): return acc.distribute(learn.add_cb(cb).fit, 
 
 @pytest.mark.parametrize('n', [2,3])
 @pytest.mark.parametrize('how', [with_argument,in_a_variable,on_the_learner])
+@pytest.mark.by_default('in_a_variable', 'on_the_learner')
 def test_what_a_callback_keeps_comes_home(how, n):
     "Wherever the function has it from; what belongs to the Learner is the Learner's"
     cb,learn = Keeps(),digits()

@@ -33,6 +33,7 @@ def test_accelerate_flags(warm, tmp_path):
     warm(*accelerate('--multi_gpu', '--num_processes', 2, script, tmp_path))
     check('accelerate launch', tmp_path)
 
+@pytest.mark.whole
 def test_accelerate_yaml(warm, tmp_path):
     cfg = tmp_path/'config.yaml'
     write_basic_config(save_location=str(cfg))
@@ -147,6 +148,7 @@ def train(n):
     learn = digits(cbs=Slow())
     with learn.distrib_ctx(): learn.fit(n)"""
 
+@pytest.mark.whole
 def test_the_stop_button_ends_all_ranks(tmp_path):
     km,kc = start_new_kernel(kernel_name='python3', cwd=str(tmp_path))
     children = lambda: Path(f'/proc/{km.provisioner.pid}/task/{km.provisioner.pid}/children').read_text().split()

@@ -43,6 +43,7 @@ for dl in learn.dls.loaders: dl.fake_l.num_workers = 0 # a fork server cannot ha
 learn.fit(1)
 """
 
+@pytest.mark.whole
 def test_in_a_kernel(tmp_path):
     cells = executed(notebook.format(here=str(here)), tmp_path, raises=[5])
     tables = [o['data']['text/html'] for o in cells[2].outputs if 'text/html' in o.get('data', {})]

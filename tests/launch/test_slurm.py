@@ -116,6 +116,7 @@ def test_a_script_trains_on_two_nodes(cluster, name, source):
     assert how=='COMPLETED', out[-3000:]
     ends(out, 4, source)
 
+@pytest.mark.whole
 def test_a_rank_that_is_killed_ends_the_job(cluster):
     job = submit(f'--ntasks-per-node 1 --wrap "srun python {here}/broken.py {Path.cwd()}"', cluster)
     trains = lambda: {int(p.stem):int(p.suffix[1:]) for p in Path.cwd().glob('[01].*')}
@@ -131,6 +132,7 @@ def submit_requeue(launcher, env):
     args = f'--chdir {script.parent} --cpus-per-task 1 {script.parent}/requeue.sbatch {launcher} {here}/restarted.py {Path(launcher).absolute()}'
     return submit(args, env | dict(FAULTS='0:slurm:42', RANKS_PER_NODE='1', OMP_NUM_THREADS='1'), f'{launcher}/out')
 
+@pytest.mark.whole
 def test_jobs_that_are_requeued_go_on(cluster):
     "SLURM signals the batch scripts, as it does when the time is nearly up; the jobs run at once"
     for launcher,job in {o:submit_requeue(o, cluster) for o in ('torchrun','python')}.items():

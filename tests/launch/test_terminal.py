@@ -75,6 +75,7 @@ def test_ctrl_c_where_nobody_reads(job, tmp_path, how):
     assert p.returncode and 'KeyboardInterrupt' in (tmp_path/'err').read_text() and len(out)==400*1001
     assert not (tmp_path/'result').exists()
 
+@pytest.mark.whole
 @pytest.mark.parametrize('how', ['agent',pytest.param('local', marks=pytest.mark.whole)])
 def test_a_job_whose_output_waits_for_longer_than_an_agent_may_be_silent(job, tmp_path, how):
     "More than the 64 MB that wait for a terminal, so that ranks wait too; the patience is that of two seconds in the place of eight"

@@ -11,6 +11,7 @@ def table(path, *args, **kw):
     assert all(o['check'] in out for o in rows)
     return {(o['check'],o['where']):o for o in rows}
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_what_holds_on_the_cpu(tmp_path):
     res = table(tmp_path/'rows.json', '--only', 'whole|carried|scaler')

@@ -44,6 +44,7 @@ class FailsOnOne(Callback):
 
 @pytest.mark.parametrize('size', (2,3,pytest.param(4, marks=pytest.mark.whole)))
 @pytest.mark.parametrize('event', ('before_batch','after_pred','after_backward','after_step','after_batch'))
+@pytest.mark.by_default('before_batch', 'after_backward', 'after_step')
 def test_ranks_go_on_alike_after_an_error(event, size):
     "They are a step apart then, also in their optimizers and batch norms"
     def run(rank):
@@ -61,6 +62,7 @@ def test_ranks_go_on_alike_after_an_error(event, size):
 
 @pytest.mark.parametrize('join', (False,True), ids=('own','of the process'))
 @pytest.mark.parametrize('size', (2,3))
+@pytest.mark.by_default('2-own')
 def test_ranks_go_on_alike_in_another_context(size, join):
     "Whether the process group is the context's, or was made before it"
     def run(rank):
@@ -95,6 +97,7 @@ class Begun(Callback):
 
 @pytest.mark.replicas
 @pytest.mark.parametrize('overtaken,source', [((0,),1), ((0,1),2), ((0,1,2),0)])
+@pytest.mark.by_default('overtaken2')
 def test_ranks_go_on_from_one_that_is_trusted(overtaken, source):
     "Where others may have made a step from an exchange that was broken, as on GPUs over NCCL; where all may have, there is a warning"
     def run(rank):
@@ -124,6 +127,7 @@ def decided(rank, what, event, culprit, bs=8):
 once = [(CancelStepException,'before_step'), (CancelBackwardException,'before_backward'), *zip(cancels[2:], ('before_batch','after_loss','after_backward','after_loss'))]
 
 @pytest.mark.parametrize('what,event', [pytest.param(*o, marks=() if o in once else pytest.mark.whole) for o in spots])
+@pytest.mark.by_default('CancelStep', 'CancelBatch', 'CancelFit')
 def test_a_callbacks_decision_is_everybodys_at_the_same_step(what, event):
     alone = decided(0, what, event, 0, 24)
     for res in chain(*on_ranks(lambda rank: [decided(rank, what, event, culprit) for culprit in (0,2)], 3, join=False)):
@@ -207,6 +211,7 @@ def failing(rank, how, path):
 
 @pytest.mark.replicas # it looks at the class of the model inside
 @pytest.mark.parametrize('how,mine', dict(error='ZeroDivisionError None', interrupt='KeyboardInterrupt None', stuck='RankError 1').items())
+@pytest.mark.by_default('error', 'stuck')
 def test_the_others_leave_a_vote_that_one_does_not_come_to(how, mine, tmp_path):
     test_eq(on_ranks(lambda rank: failing(rank, how, tmp_path), 3, join=False), [(5,True)]*3)
     test_eq([(tmp_path/str(r)).read_text() for r in range(3)], ['RankError 1 True', f'{mine} False', 'RankError 1 True'])
@@ -224,6 +229,7 @@ def waited(rank, **kw):
     except RuntimeError as e: return str(e)
 
 @pytest.mark.parametrize('patience', [None,60])
+@pytest.mark.by_default('None')
 def test_the_groups_timeout_takes_effect(patience):
     handler = InitProcessGroupKwargs(timeout=timedelta(seconds=2))
     for text in on_ranks(lambda rank: waited(rank, patience=patience, kwargs_handlers=[handler]), join=False):

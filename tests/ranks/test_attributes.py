@@ -127,7 +127,7 @@ def told(*cbs, model=None, epochs=2, **kw):
 ways = pytest.mark.parametrize('n,shard', [(2,False),(3,False),(2,True)])
 
 @ways
-@pytest.mark.by_default('3-False', '2-True')
+@pytest.mark.by_default('3-False')
 def test_critic(n, shard):
     "A critic with gradients of its rank is named, with its optimizer; one with averaged gradients is not"
     first,*others = on_ranks(lambda rank: told(Critic, shard=shard), n)

@@ -63,6 +63,7 @@ def other(what):
     return f
 
 @pytest.mark.parametrize('what', ['training batch size','numbers of epochs','loss functions','metrics','number of training samples','parameters','optimizer function'])
+@pytest.mark.by_default('batch', 'epochs', 'parameters', 'optimizer')
 def test_what_ranks_must_have_alike(what):
     for how,text in on_ranks(other(what), join=False): assert how=='ValueError' and what in text and text.startswith('Ranks have different')
 
@@ -84,6 +85,7 @@ spots = [(CancelBatchException,'before_batch'), (CancelBatchException,'after_los
 
 @pytest.mark.parametrize('size', [2,3])
 @pytest.mark.parametrize('what,event', spots)
+@pytest.mark.by_default('after_loss', 'after_batch')
 def test_a_cancel_that_all_ranks_raise_is_as_in_one_process(size, what, event):
     alone = held(0, what, event, [0], 8*size)
     for res in on_ranks(lambda rank: held(rank, what, event, range(size), 8), size, join=False):

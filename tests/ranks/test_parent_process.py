@@ -232,6 +232,7 @@ def test_ranks_of_this_node_listen_on_the_loopback_interface():
         return {at for at,_ in listeners()},listeners(os.getppid())
     test_eq(cpu(nprocs=2).distribute(look, all_ranks=True, **forked)(), [({'127.0.0.1'},listeners())]*2)
 
+@pytest.mark.whole
 def test_data_workers_of_ranks():
     def f():
         acc = cpu()
@@ -255,6 +256,7 @@ class Lines:
     def flush(self): pass
 
 @pytest.mark.parametrize('show_all', [False,True])
+@pytest.mark.by_default('True')
 def test_what_ranks_print(monkeypatch, show_all):
     out = Lines()
     monkeypatch.setattr(sys, 'stdout', out)
@@ -362,6 +364,7 @@ def test_a_learner_that_a_function_returns_has_all_of_its_training(start, n):
     fit(res, 1)
 
 @pytest.mark.parametrize('way,n', [('closure',2), ('object',3), ('default',2), ('argument',3)])
+@pytest.mark.by_default('closure', 'argument')
 def test_a_learner_that_a_function_has_comes_home(way, n):
     learn,one = learner(4),learner(4*n)
     model,opt = learn.model,learn.create_opt() or learn.opt
@@ -518,6 +521,7 @@ def test_a_plain_loop_under_accelerate_launch(warm, tmp_path, mode):
     *_,last = warm(bin_/'accelerate', 'launch', '--config_file', cfg, examples/'accelerate_cnn.py')[0].splitlines()
     assert f'2 ranks in {mode}: ' in last and float(last.split()[-1])>.9
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_four_ranks_from_a_plain_script():
     *epochs,last = run(sys.executable, examples/'distribute_mlp.py')[0].splitlines()

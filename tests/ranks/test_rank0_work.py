@@ -47,7 +47,7 @@ def files(path='.'): return sorted(str(o) for o in Path(path).rglob('*') if o.is
 # Writers
 
 @pytest.mark.parametrize('kw', [dict(log_preds=False), *alone_in_a_pass(dict(), dict(n_preds=4))], ids=['scalars','preds','few'])
-@pytest.mark.by_default('scalars', 'preds')
+@pytest.mark.by_default('scalars')
 def test_tensorboard(alone, kw):
     check(alone, lambda rank: (trained(rank, TensorBoardCallback(log_dir=f'logs{rank}', trace_model=False, **kw)),None))
     file, = files()
@@ -85,7 +85,7 @@ def with_wandb(rank, **kw):
     return res,logged
 
 @pytest.mark.parametrize('kw', [dict(log_preds=False), *alone_in_a_pass(dict(), dict(log_preds_every_epoch=True, n_preds=5))], ids=['scalars','preds','every'])
-@pytest.mark.by_default('scalars', 'every')
+@pytest.mark.by_default('every')
 def test_wandb(alone, kw, wandb_dir):
     (logged,preds),other = check(alone, lambda rank: with_wandb(rank, **kw))
     test_close(logged, [2,*alone[0][1][-1][1:]], 1e-5)
@@ -99,6 +99,7 @@ class Logged(Callback):
         self.found = sorted(found),[(k,n,v) for k,d in found.items() for n,v in d.items() if not isinstance(v, (bool,int,float,str,list,tuple,Path,type(None)))]
 
 @pytest.mark.parametrize('kw', [dict(), dict(shard=True)], ids=['replicas','shards'])
+@pytest.mark.by_default('shards')
 def test_trackers_log_no_object_of_ours(kw):
     "A tracker walks through the arguments of callbacks: an object there that reaches the Learner would be an endless walk"
     def train(rank):
@@ -143,7 +144,7 @@ def curious(rank, look, **kw):
 
 @pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 @pytest.mark.parametrize('look', [inner_preds,preds,validate,show,predict,everything])
-@pytest.mark.by_default('inner_preds', 'everything')
+@pytest.mark.by_default('everything')
 def test_evaluation_after_an_epoch(alone, look):
     a,b = check(alone, lambda rank: curious(rank, look))
     test_eq((len(a),b), (2,[]))
@@ -152,7 +153,7 @@ def test_evaluation_after_an_epoch(alone, look):
 
 @pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 @pytest.mark.parametrize('event', ['before_fit','after_train','before_validate','after_validate','after_fit'])
-@pytest.mark.by_default('before_fit', 'after_validate')
+@pytest.mark.by_default('after_validate')
 def test_evaluation_elsewhere(alone, event):
     a,b = check(alone, lambda rank: curious(rank, preds, event=event))
     test_eq((a,b), ([[12,12]]*len(a),[]))
@@ -181,6 +182,7 @@ def after(rank, who, group):
 
 @pytest.mark.parametrize('group', [False,True])
 @pytest.mark.parametrize('who', [0,1])
+@pytest.mark.by_default('1-True')
 def test_one_rank_after_the_context(who, group):
     n,valid,shown,classes,_ = on_ranks(lambda rank: after(rank, who, group), join=False, timeout=100)[who]
     test_eq((n,shown,classes,files()), ([12,12],1,10,[] if who else ['0.pkl']))

@@ -45,6 +45,7 @@ def numbers_of(seed):
 seeds = dict(random=('random.seed(5)',(0,3)), text=('random.seed("five")',(0,3)), numpy=('np.random.seed(5)',(1,)), list=('np.random.seed([5,6])',(1,)), torch=('torch.manual_seed(5)',(2,)))
 
 @pytest.mark.parametrize('line,own', seeds.values(), ids=seeds)
+@pytest.mark.by_default('torch', 'text')
 def test_seeds_stay(drawn, line, own):
     before,after = drawn(line),drawn(after=line)
     for i in own: test_eq([o[i] for o in before+after], [numbers_of(line)[i]]*4)

@@ -106,6 +106,7 @@ def survives(rank, f, culprit, **kw):
 def all_spots(rank, some, culprit): return [survives(rank, f, culprit) for f in some]
 
 @pytest.mark.parametrize('size,culprit,some', [(2,0,spots[::2]), (3,2,spots[1::2])])
+@pytest.mark.by_default('2-0')
 def test_a_rank_fails(size, culprit, some):
     "The mixture of steps is what an error between a backward pass and a step leaves; nothing else does"
     for f,*ranks in zip(some, *on_ranks(partial(all_spots, some=some, culprit=culprit), size, join=False, timeout=55)):
@@ -182,7 +183,7 @@ def norms(learn, rank): # torch waits in it without an end, and nobody else does
     learn.fit(1, cbs=At('after_step', lambda learn: learn.model[0].weight.norm().item() if rank==0 else None))
 
 @pytest.mark.parametrize('f', [calls,predicts,get_preds,unit,in_a_fit('after_batch'),in_a_fit('before_batch'),in_a_fit('after_pred'),norms], ids=lambda f: f.__name__)
-@pytest.mark.by_default('predicts','calls after_batch','norms')
+@pytest.mark.by_default('calls')
 def test_one_rank_alone(f):
     for (how,text),bare,ws in on_ranks(lambda rank: lone(rank, f, patience=3 if f is norms else None), join=False, timeout=100):
         assert how in ('RankError','ValueError') and bare and ('did not move' if f is norms else 'HINT') in text, (how,text,bare)
@@ -200,6 +201,7 @@ class Looks(Callback):
 
 @pytest.mark.parametrize('event', ['after_epoch','after_batch','after_step'])
 @pytest.mark.parametrize('look', [lambda learn: learn.model(torch.zeros(2,6)), lambda learn: learn.get_preds()], ids=['model','preds'])
+@pytest.mark.by_default('after_step')
 def test_a_callback_of_rank_0_that_evaluates(event, look):
     f = lambda rank: lone(rank, lambda learn, rank: learn.fit(1, cbs=Looks(event, look)))[0]
     (how,text),(other,told) = on_ranks(f, join=False, timeout=100)
@@ -302,6 +304,7 @@ def stopped(rank, path):
     (path/str(rank)).write_text(repr((how, 'rank 1' in text, traces(learn.model)==before)))
     if rank==2: os.kill(pids[1], signal.SIGKILL)
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings('ignore')
 def test_a_rank_that_is_stopped(tmp_path):
     with pytest.raises(RankError, match='SIGKILL'): on_ranks(partial(stopped, path=tmp_path), 3, join=False, timeout=100)

@@ -56,7 +56,7 @@ def written(rank, opt, prepare):
     return inside,(saved(learn),saved(learn, with_opt=False)),learn.model.state_dict()
 
 @pytest.mark.parametrize('opt,prepare,size', [('sgd','inside',3),('adam','frozen',2),('ranger','before',3),('wrapper','frozen',3)])
-@pytest.mark.by_default('adam-frozen-2', 'ranger-before-3')
+@pytest.mark.by_default('ranger')
 def test_the_bytes_of_a_plain_save(opt, prepare, size):
     (inside,after,state),*others = on_ranks(lambda rank: written(rank, opt, prepare), size, join=False)
     assert inside==after and all(o[0]==(b'',b'') for o in others)
@@ -85,6 +85,7 @@ def loaded(rank, opt, prepare, file):
     return there,held,saved(learn)
 
 @pytest.mark.parametrize('opt,prepare,size', [('sgd','before',2),('wrapper','inside',3),('adam','frozen',2), *(pytest.param(*o, marks=pytest.mark.whole) for o in (('adam','inside',3),('ranger','before',2),('wrapper','before',2)))])
+@pytest.mark.by_default('wrapper', 'frozen')
 def test_a_plain_file_is_loaded(opt, prepare, size):
     learn = net_learner(opt_func=opts[opt])
     if prepare=='frozen': learn.freeze()
@@ -116,6 +117,7 @@ def text(rank, what, size=None):
     return flat(learn.model.state_dict()),flat(torch.load(f'models/again{what}.pth'))
 
 @pytest.mark.parametrize('what', ['encoder','load','pretrained'])
+@pytest.mark.by_default('load')
 def test_text_files(what):
     text(0, 'made')
     want = text(0, what)
@@ -298,8 +300,10 @@ def cleaned(rank, how, learn):
     with learn.no_bar(),learn.no_logging(): learn.fit(1)
 
 @pytest.mark.parametrize('how', ['fitted','loaded','error'])
+@pytest.mark.by_default('error')
 def test_nothing_is_left(how): on_ranks(lambda rank: cleaned(rank, how, odd()), 3 if how=='fitted' else 2, join=False)
 
+@pytest.mark.whole
 def test_nothing_is_left_on_recurrent_models(): on_ranks(lambda rank: cleaned(rank, 'fitted', language_model()), join=False)
 
 @pytest.mark.replicas # it says itself what is in shards
@@ -331,6 +335,7 @@ def test_distributed_from_a_head(monkeypatch):
     saved(learn)
 
 @pytest.mark.parametrize('whole', [True,False])
+@pytest.mark.by_default('False')
 def test_the_type_of_a_state_dict(whole):
     "FULL_STATE_DICT: whole tensors on rank 0, nothing on others; SHARDED_STATE_DICT: rows. What saves and restores by itself, and a load, do not mind"
     def f(rank):

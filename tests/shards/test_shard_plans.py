@@ -100,6 +100,7 @@ class Losses(Callback):
 
 @pytest.mark.parametrize('reduce', (None,torch.float32))
 @pytest.mark.parametrize('bn', (False,True))
+@pytest.mark.by_default('True')
 def test_a_policy_of_bf16(reduce, bn):
     "Weights are near those of float32, and losses do not travel in bf16"
     ctx,kw = plugin(mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, reduce)),dict(n=48, mk=partial(Net, bn))

@@ -76,8 +76,8 @@ values = st.recursive(leaf, boxes, max_leaves=8)
 @given(values)
 def test_what_is_packed_comes_back_from_a_file(v): assert same(through(v), v), v
 
+@pytest.mark.whole
 @pytest.mark.parametrize('of', [tensor, lambda o: torch.as_subclass(tensor(o), TensorCategory), lambda o: tensor(o).half(), float, np.float32])
-@pytest.mark.by_default('tensor', 'float32')
 def test_a_hundred_thousand_scalars_are_written_together(of):
     losses = L(of(float(i%2000)) for i in range(100_000))
     start = time.thread_time()

@@ -44,6 +44,7 @@ def stopped(p, tmp_path, rc, secs=15):
     return err
 
 @pytest.mark.parametrize('sig,rc', [('SIGTERM',143), ('SIGUSR1',138)])
+@pytest.mark.by_default('SIGUSR1')
 def test_a_plain_script(warm, tmp_path, sig, rc):
     _,err = warm(sys.executable, script, tmp_path, rc=rc, ASK=f'{sig}:0')
     test_eq([err.count(o) for o in (f'fastdist: {sig}: the training stops', 'Traceback')], [1,0])
@@ -65,13 +66,14 @@ def test_torchrun_starts_them_again(warm, tmp_path):
     assert out.count('it is done')==2 and err.count('fastdist: rank 1: SIGTERM')==1 and 'rank 0: SIGTERM' not in err and 'RankError' not in err
     test_eq([len(states(tmp_path)[0]),states(tmp_path)[1]], [1,2])
 
+@pytest.mark.whole
 @pytest.mark.parametrize('ranks', ('0','2','0,1,2'))
-@pytest.mark.by_default('0,1,2')
 def test_torchrun_without_restarts(warm, tmp_path, ranks):
     _,err = warm(*torchrun(script, tmp_path, n=3), rc=1, ASK=f'SIGUSR1:{ranks}', timeout=60)
     assert re.search(r'exitcode +: 138', err) and 'RankError' not in err and 'ends because' not in err
     test_eq([len(states(tmp_path)[0]),states(tmp_path)[1]], [1,3])
 
+@pytest.mark.whole
 @mark
 def test_torchrun_is_asked_to_stop(start_warm, tmp_path):
     "It passes the signal on, and `timeout` and SLURM send it to the ranks besides"
@@ -81,6 +83,7 @@ def test_torchrun_is_asked_to_stop(start_warm, tmp_path):
     err = stopped(p, tmp_path, 1, 40)
     assert states(tmp_path)[1]==2, err
 
+@pytest.mark.whole
 @mark
 def test_a_head_with_new_processes(start, tmp_path):
     p = start(sys.executable, script, tmp_path, 'head')
@@ -90,11 +93,12 @@ def test_a_head_with_new_processes(start, tmp_path):
     assert 'Traceback' not in err and 'failed' not in err and states(tmp_path)[1]==2
 
 @pytest.mark.parametrize('ask,rc', [('SIGTERM:head',143), ('SIGUSR1:head',138), ('SIGTERM:1',143), ('SIGUSR1:0',138)])
-@pytest.mark.by_default('SIGTERM:head', 'SIGUSR1:0')
+@pytest.mark.by_default('SIGTERM:1')
 def test_a_head(warm, tmp_path, ask, rc):
     _,err = warm(sys.executable, script, tmp_path, 'head', 'fork', rc=rc, ASK=ask)
     assert 'Traceback' not in err and 'failed' not in err and states(tmp_path)[1]==2
 
+@pytest.mark.whole
 def test_a_head_without_a_checkpoint_ends_as_before(warm, tmp_path):
     warm(sys.executable, script, tmp_path, 'head', 'fork', 'quiet', rc=-signal.SIGTERM, ASK='SIGTERM:head')
 
@@ -146,6 +150,7 @@ def child(rank, sig):
         return set(codes),stops.asked
 
 @pytest.mark.parametrize('sig,by', [(signal.SIGTERM,signal.SIGTERM), (signal.SIGUSR1,signal.SIGKILL)])
+@pytest.mark.by_default('15-15')
 def test_no_signal_is_lost_on_the_way_into_a_child(sig, by): test_eq(on_ranks(partial(child, sig=sig), 1, join=False), [({by},None)])
 
 # What a process does with more than one
@@ -179,9 +184,9 @@ def test_a_kernel_lives_on_after_sigusr1(tmp_path):
     assert 'alive' in shown(last) and said.count('the training has stopped for SIGUSR1')==1 and 'Traceback' not in said, said
     assert (tmp_path/'state0').exists()
 
+@pytest.mark.whole
 @mark
 @pytest.mark.parametrize('how', ('SIGTERM','shutdown'))
-@pytest.mark.by_default('SIGTERM')
 def test_a_kernel_ends_when_it_is_asked_to(tmp_path, how):
     km = KernelManager(kernel_name='python3')
     km.start_kernel(cwd=str(tmp_path))

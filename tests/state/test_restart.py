@@ -31,6 +31,7 @@ def test_torchrun_starts_it_again(warm, tmp_path):
     test_eq([out.count(o) for o in ('2 ranks on 1 node','stopped in fit 1','fit 0 already finished')], [4,1,2])
     is_exact(tmp_path, 2)
 
+@pytest.mark.whole
 def test_torchrun_goes_on_with_fewer_nodes(warm, tmp_path):
     "The second agent may come when the first has begun alone, whose rank waits then; an agent is taken for dead after six seconds without a sign of life"
     once = dict(AT_FIRST='2', TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1') # torch's agent of rank 0 tells its shared store's address in the first round alone, and who comes later waits for it in vain
@@ -51,11 +52,13 @@ def served(at):
     except OSError: return False
 
 @pytest.mark.parametrize('how,n', [((),1), (('head',),2)])
+@pytest.mark.by_default('how0')
 def test_the_same_command_goes_on(warm, tmp_path, how, n):
     for fault,rc in (f'{n-1}:SIGTERM:10',143),('0:SIGUSR1:42',138),('',0): out,err = warm(sys.executable, script, tmp_path, *how, rc=rc, FAULTS=fault)
     assert not err and 'resuming fit 1 at epoch 0, batch 21' in out or n>1, out+err
     is_exact(tmp_path, n)
 
+@pytest.mark.whole
 def test_a_process_that_is_killed_goes_on(warm, tmp_path):
     for fault,rc in ('0:kill:33',-9),('0:raise:50',1),('',0): warm(sys.executable, script, tmp_path, rc=rc, FAULTS=fault)
     is_exact(tmp_path, 1)

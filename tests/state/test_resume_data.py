@@ -195,6 +195,7 @@ def test_states_are_set_once_where_the_stream_ends_early():
     test_eq((b,len(told)), ([],1))
 
 @pytest.mark.parametrize('name', 'fastai torch replaced own_batches as_it_goes torch_stream'.split())
+@pytest.mark.by_default('fastai', 'torch')
 def test_with_data_workers(name):
     "The same samples in the same batches; what has been drawn for batches ahead of the last is not drawn twice"
     seed()

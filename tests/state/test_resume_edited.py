@@ -52,6 +52,7 @@ cases = dict(lr=(dict(lr=0.1), {}, [f'lr: was 0.01, is 0.1; {goes_on}']), wd=(di
     callbacks=(dict(cbs=[GradientClip(0.5)]), dict(cbs=[GradientClip(0.1)]), [f'callbacks: GradientClip.max_norm was 0.1, is 0.5; {counts}']), nothing=({}, {}, []))
 
 @pytest.mark.parametrize('case,n', zip(cases, (2,3,2,3,2,1,2)))
+@pytest.mark.by_default('lr', 'loss', 'callbacks', 'nothing')
 def test_what_was_edited_is_named(tmp_path, case, n):
     kw,was,lines = cases[case]
     ends,said = again(tmp_path, n, kw, was)
@@ -63,6 +64,7 @@ def test_what_was_edited_is_named(tmp_path, case, n):
 refused = dict(metrics=(dict(metrics=[rmse]), "metrics was ['mae'], is ['_rmse']"), more=(dict(metrics=[mae,rmse]), 'metrics was'), optimizer=(dict(opt=Adam), 'steps of the optimizer was'))
 
 @pytest.mark.parametrize('case,n', zip(refused, (2,1,3)))
+@pytest.mark.by_default('metrics', 'more')
 def test_what_would_mix_rows_or_steps_is_refused_on_all_ranks(tmp_path, case, n):
     kw,msg = refused[case]
     ends,said = again(tmp_path, n, kw)

@@ -104,6 +104,7 @@ def last_saved(how):
     return nums.pop()
 
 @pytest.mark.parametrize('how', ['save','export'])
+@pytest.mark.by_default('save')
 def test_killed_at_any_instant(how):
     fork,rng = get_context('fork'),random.Random(how)
     for _ in range(20):
@@ -265,6 +266,7 @@ def exported_in_vain(rank, fname, dir):
     return err
 
 @pytest.mark.parametrize('fname,dir,why', [('full','/dev','No space left'), ('x.pkl','a_file','Not a directory'), ('x.pkl','missing','No such file'), ('a_dir','.','Is a directory')])
+@pytest.mark.by_default('full', 'missing')
 def test_an_export_that_fails_is_everybodys_error(fname, dir, why):
     Path('a_file').touch()
     Path('a_dir').mkdir()
@@ -331,6 +333,7 @@ def test_the_best_model(size):
 
 @pytest.mark.parametrize('kw,names', [(dict(every_epoch=True),['model_0.pth','model_1.pth','model_2.pth']), (dict(every_epoch=2, fname='e'),['e_0.pth','e_2.pth']),
     (dict(at_end=True, fname='end'),['end.pth'])])
+@pytest.mark.by_default('kw0')
 def test_each_epoch_and_the_end(kw, names):
     res = on_ranks(lambda rank: (tracked(rank, **kw)[1],files('models')), join=False)
     test_eq(res, [(f'models/{names[-1]}',names)]*2)
@@ -638,7 +641,7 @@ def exported(rank, when):
 def not_exported(): return on_ranks(lambda rank: exported(rank, None), join=False)
 
 @pytest.mark.parametrize('when', ['before_fit','before_batch','after_pred','after_step','after_batch','after_train','before_validate','after_epoch','after_fit'])
-@pytest.mark.by_default('before_batch', 'after_pred', 'after_fit')
+@pytest.mark.by_default('before_batch')
 def test_training_goes_on_after_an_export(when):
     for a,b in zip(not_exported(), on_ranks(lambda rank: exported(rank, when), join=False)): test_eq(a, b)
     assert b'fastdist' not in Path('e.pkl').read_bytes()

@@ -86,7 +86,7 @@ def check(size, *args, **kw):
     test_eq(on_ranks(lambda rank: apart(rank, size, *args, **kw), size), [0]*size)
 
 @pytest.mark.parametrize('mk', [mlp,cnn,Rnn,Odd,Empties])
-@pytest.mark.by_default('mlp', 'Odd')
+@pytest.mark.by_default('mlp')
 def test_first_step_is_bit_for_bit(mk): check(3, mk, 4)
 
 class Branches(Module):
@@ -122,6 +122,7 @@ def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD, lr=.5) # plain SGD mak
 def test_four_ranks_and_a_state_of_the_first_step(at): check(4, Odd, at)
 
 @pytest.mark.parametrize('options', [dict(bucket_cap_mb=.01), dict(comm_hook='fp16')])
+@pytest.mark.by_default('options1')
 def test_options_of_ddp(options): check(3, mlp, 4, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
 
 def test_within_accumulation(): check(3, mlp, 4, gradient_accumulation_steps=2)
@@ -138,6 +139,7 @@ class Thaw(Callback):
 def test_wrappers_that_are_made_later(at): check(3, mlp, at, cbs=Thaw)
 
 @pytest.mark.parametrize('size,options', [(2,{}), (3,dict(find_unused_parameters=True))])
+@pytest.mark.by_default('3-options1')
 def test_buckets_that_stay_as_they_are(size, options):
     check(size, mlp, 4, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
 

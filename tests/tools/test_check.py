@@ -34,6 +34,7 @@ def checked(rank, **kw):
     return ok,out.getvalue(),err
 
 @pytest.mark.parametrize('n,join', [(2,False), (3,True)])
+@pytest.mark.by_default('3-True')
 def test_where_all_is_well(n, join):
     (ok,text,_),*others = on_ranks(partial(checked, nprocs=n), n, join=join)
     test_eq([ok, [o[:2] for o in others]], [True,[(True,'')]*(n-1)])
@@ -72,6 +73,7 @@ def faulty(rank, f, **kw): return checked(rank, make=partial(small_learner, cbs=
 
 @pytest.mark.parametrize('f,what', [(nudge,'0.weight'), (other_lr,'lr of parameter group 0'), (stats,'1.running_mean'),
     (lost,'optimizer state of 0.weight: grad_avg')])
+@pytest.mark.by_default('nudge', 'stats')
 def test_a_rank_that_parts_is_found(f, what):
     (ok,text,_),(ok1,silent,_) = on_ranks(partial(faulty, f=f), join=False)
     test_eq([ok,ok1,silent], [False,False,''])
@@ -134,6 +136,7 @@ class Fault(Callback):
 defaults.callbacks.append(Fault)
 if __name__=='__main__': main()"""
 
+@pytest.mark.whole
 def test_torchrun_with_faults(warm, tmp_path):
     (tmp_path/'faulty.py').write_text(script)
     out,_ = warm(*torchrun(tmp_path/'faulty.py'), rc=1)

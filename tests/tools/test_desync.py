@@ -63,6 +63,7 @@ drifts = [(weight, '0.weight', 'in 1 of 2048 elements by up to 0.5'), (stats, '1
 @pytest.mark.replicas # in shards a rank has rows that no other has, so there is nothing to compare
 @pytest.mark.parametrize('size', (2,3))
 @pytest.mark.parametrize('f,name,how', drifts)
+@pytest.mark.by_default('weight', 'mask', 'momentum', 'rate')
 def test_drift_is_named_on_every_rank(f, name, how, size):
     res = on_ranks(lambda rank: found(buffered(), On(rank==1, 3, f), DesyncCheck(2)), size, join=False)
     test_eq(res, res[:1]*size)
@@ -131,6 +132,7 @@ averages = pytest.param(dict(cbs=[EMA()]), marks=pytest.mark.replicas)
 alikes = averages,dict(cbs=[GradientClip(.1),SaveModelCallback()]),dict(mk=lambda: halved(digits(), init_scale=2.**30))
 
 @pytest.mark.parametrize('kw', alikes)
+@pytest.mark.by_default('kw0')
 def test_callbacks_that_do_alike(kw):
     mk,cbs = kw.get('mk', digits),kw.get('cbs', [])
     test_eq(on_ranks(lambda rank: len(fitted(mk(), *cbs, epochs=2, cpu=True).recorder.losses), join=False), [18]*2)
@@ -160,7 +162,7 @@ others = dict(callback=dict(cbs=[GradientAccumulation(64)]), steps=dict(gradient
     collab=dict(mk=collab), text=dict(mk=language_model), ragged=dict(mk=lambda: digits(dls_kw=dict(drop_last=False))))
 
 @pytest.mark.parametrize('k', others)
-@pytest.mark.by_default('callback', 'steps', 'torch', 'bf16', 'text')
+@pytest.mark.by_default('callback', 'steps', 'text')
 def test_no_false_alarm_elsewhere(k): on_ranks(lambda rank: alike(rank, **others[k], cpu=True), join=False)
 
 def tuned(rank):

@@ -69,6 +69,7 @@ def check(res, where, late):
     test_eq(table.late.idxmax(), late)
 
 @pytest.mark.parametrize('where', ('data','forward','backward','callbacks'))
+@pytest.mark.by_default('data', 'backward')
 def test_the_late_rank_is_named(where): check(on_ranks(lambda rank: says(rank, where, 1), 2, join=False), where, 1)
 
 @pytest.mark.parametrize('size,late', ((3,0),(4,2)))
@@ -96,6 +97,7 @@ def says_by_events(rank):
     quiet(learn, n=1, cbs=Timeline()) # on the processor
     return said,table,waits,HostEvent.waits-waits
 
+@pytest.mark.whole
 def test_times_of_a_device():
     "They are read when an epoch has ended, and no step waits for the device"
     res = on_ranks(says_by_events, 2, join=False)
@@ -108,6 +110,7 @@ def behind_workers(rank):
     t = quiet(Learner(dls, nn.Linear(64,10), loss_func=CrossEntropyLossFlat()), cbs=[Timeline()])
     return str(t)
 
+@pytest.mark.whole
 def test_the_late_rank_is_named_behind_workers():
     said,_ = on_ranks(behind_workers, 2, join=False)
     assert said.startswith('rank 1 is late by ') and ' ms a step, in data; the others wait ' in said, said
@@ -125,6 +128,7 @@ def alike(rank, cbs):
     return str(t),t.table()
 
 @pytest.mark.parametrize('cbs,where,least', ((lambda: [Naps('after_batch')],'callbacks',least_nap*1e3), (lambda: [Large()],'transfer',1.)), ids=('naps','transfer'))
+@pytest.mark.by_default('naps')
 def test_no_rank_is_named_where_all_are_alike(cbs, where, least):
     (said,table),_ = on_ranks(partial(alike, cbs=cbs), 2, join=False)
     assert said.startswith('no rank is late'), said
@@ -234,7 +238,7 @@ others = dict(nested=(lambda: [Validates()],24), cancel_epoch=(lambda: [Ends(Can
     accumulates=(lambda: [GradientAccumulation(32)],24))
 
 @pytest.mark.parametrize('k', [*others, pytest.param('rank0', marks=pytest.mark.replicas)])
-@pytest.mark.by_default('nested', 'cancel_batch', 'accumulates', 'rank0')
+@pytest.mark.by_default('nested', 'accumulates')
 def test_what_callbacks_do(k):
     cbs,n = others.get(k, (lambda: [OnRank0()],24))
     for steps,least,table,heads in on_ranks(partial(rows_of, cbs=cbs), join=False):
@@ -264,6 +268,7 @@ def again(rank):
         test_eq([k for k in vars(current_job().exchanges) if k in ('begin','end')], [])
     return res
 
+@pytest.mark.whole
 def test_errors_and_further_fits(): test_eq(on_ranks(again, join=False), [[0,12,24]]*2)
 
 def resumed(rank, path):
@@ -286,6 +291,7 @@ def short(rank):
     t = quiet(digits(240, bs=8), 3, cbs=Timeline(steps=7))
     return t.history.n,t.history.rows.shape,t.history.first,t.history.steps.n
 
+@pytest.mark.whole
 def test_an_epoch_of_more_steps_than_are_kept():
     for n,rows,first,steps in on_ranks(short, join=False): test_eq((n,rows[:2],first,steps), (36,(2,7),29,7))
 

@@ -80,6 +80,7 @@ def before_and_after(rank, size, before):
 
 @sizes
 @pytest.mark.parametrize('before', [noop,Learner.create_opt,fit], ids=['none','created','fitted'])
+@pytest.mark.by_default('created', 'fitted')
 def test_all_is_as_before(size, before):
     test_eq(on_ranks(lambda rank: before_and_after(rank, size, before), size, join=False), [(before is fit,False)]*size)
 
@@ -113,6 +114,7 @@ def searched(size, nw, times, stop):
 no_workers,diverges = dict(num_workers=0),dict(start_lr=1e-2, end_lr=1e4)
 
 @pytest.mark.parametrize('size,nw,times,stop', [(2,dict(),1,dict()), (2,no_workers,2,diverges), (3,no_workers,2,dict())], ids=['workers','diverges','three'])
+@pytest.mark.by_default('workers')
 def test_a_later_fit_is_that_of_one_process(size, nw, times, stop):
     one,ranks = searched(1, nw, times, stop),on_ranks(lambda rank: searched(size, nw, times, stop), size, join=False)
     for o in ranks:

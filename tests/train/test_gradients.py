@@ -56,7 +56,7 @@ class NewModel(Callback):
         self.learn.opt.set_hypers(lr=.05)
 
 @pytest.mark.parametrize('event,opt,size', [('before_epoch',True,2), ('before_train',True,3), ('before_batch',True,3), ('before_batch',False,2), ('before_epoch',False,3)])
-@pytest.mark.by_default('before_epoch-True-2', 'before_batch-False-2', 'before_train-True-3')
+@pytest.mark.by_default('before_train', 'before_batch')
 def test_another_model(event, opt, size): compare(learner, lambda: NewModel(event, opt), size)
 
 class Empties(nn.Module):
@@ -100,6 +100,7 @@ def three_fits(bs, ctx, first, then):
 window = partial(GradientAccumulation, 24)
 @sizes
 @pytest.mark.parametrize('first,then', [(window,noop), (window,window), (window,EveryOther), (EveryOther,noop)])
+@pytest.mark.by_default('first1', 'EveryOther-noop')
 def test_gradients_of_steps_that_were_not_made(first, then, size):
     one = three_fits(12, False, first, then)
     for o in on_ranks(lambda rank: three_fits(12//size, True, first, then), size, join=False): test_close(o, one, 1e-5)
@@ -227,12 +228,13 @@ class ByHand(Callback):
 
 @sizes
 @pytest.mark.parametrize('cb', (Adversarial,InTheMidst,Penalty,TwoSteps,pytest.param(ByHand, marks=replicas)))
+@pytest.mark.by_default('Adversarial', 'InTheMidst', 'ByHand')
 def test_other_passes(cb, size): compare(learner, cb, size)
 
 def ignores(): return CrossEntropyLossFlat(ignore_index=1)
 
 @pytest.mark.parametrize('cb', (SAM,Adversarial,InTheMidst,TwoSteps,pytest.param(ByHand, marks=replicas)))
-@pytest.mark.by_default('SAM', 'InTheMidst', 'ByHand')
+@pytest.mark.by_default('ByHand')
 def test_a_mean_over_some_targets(cb):
     "One process divides each pass by the number of targets that count in its batch"
     compare(partial(learner, loss=ignores), cb, 3)
@@ -241,14 +243,14 @@ class Total(CrossEntropyLossFlat):
     def __init__(self, **kw): super().__init__(reduction='sum')
 
 @pytest.mark.parametrize('cb', (SAM,InTheMidst,pytest.param(ByHand, marks=replicas)))
-@pytest.mark.by_default('InTheMidst', 'ByHand')
+@pytest.mark.by_default('InTheMidst')
 def test_sums(cb): compare(lambda bs: learner(bs, loss=Total, opt=partial(Adam, eps=1e-3)), cb, 3, tol=1e-4)
 
 hooked = dict(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
 
 @replicas
 @pytest.mark.parametrize('cb,kw,tol', [(noop,hooked,1e-2), (SAM,hooked,1e-2), (InTheMidst,unused,1e-5), (SAM,unused,1e-5)])
-@pytest.mark.by_default('SAM-kw1', 'InTheMidst-kw2')
+@pytest.mark.by_default('InTheMidst')
 def test_options_of_ddp(cb, kw, tol): compare(learner, cb, n=1, tol=tol, **kw)
 
 # Two models
@@ -265,7 +267,7 @@ def gan(bs, **kw):
     return GANLearner.wgan(dls, gen, critic, switcher=FixedGANSwitcher(n_crit=2, n_gen=1), clip=.3, opt_func=partial(Adam, mom=0., eps=1e-2), **kw)
 
 @pytest.mark.parametrize('gen_first,kw,size', [(False,{},2), (True,{},3), *[pytest.param(*o, marks=replicas) for o in ((False,unused,3), (True,unused,2))]])
-@pytest.mark.by_default('True-kw1-3', 'False-kw2-3')
+@pytest.mark.by_default('True')
 def test_gan(gen_first, kw, size):
     "In validation its metric of the critic's loss is what the last step of the critic has left, for the samples of all ranks"
     compare(partial(gan, gen_first=gen_first), size=size, **kw)
@@ -343,6 +345,7 @@ adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize('size', (2,3))
 @pytest.mark.parametrize('k', heads)
+@pytest.mark.by_default('later', 'flips', 'sparse')
 def test_parameters_that_some_steps_do_not_use(k, size):
     "The optimizer leaves alone what has never had a gradient, and lets weights decay that had one once"
     opt = partial(SGD, mom=0.) if k=='sparse' else partial(Adam, eps=1e-3)
@@ -374,6 +377,7 @@ def prune(learn): l1_unstructured(learn.model[2], 'weight', amount=.5)
 
 @replicas
 @pytest.mark.parametrize('event,put,size', [('before_fit',new_head,2), ('before_batch',new_head,3), ('before_epoch',halve,2), ('before_epoch',reparametrize,3), ('before_batch',prune,2)])
+@pytest.mark.by_default('before_fit', 'before_batch')
 def test_parameters_that_a_callback_replaces(event, put, size): compare(learner, lambda: Replace(event, put), size)
 
 # Trainings within a training
@@ -420,6 +424,7 @@ class OnRank0(OwnLoop):
         self.opt.zero_grad()
 
 @pytest.mark.parametrize('cb', (Nested,Inner,OwnLoop,Other,pytest.param(OnRank0, marks=replicas)))
+@pytest.mark.by_default('Nested', 'OwnLoop', 'OnRank0')
 def test_trainings_within(cb): compare(learner, cb, 3, n=1)
 
 # Steps of one's own
@@ -491,6 +496,7 @@ owns = dict(own=Own, old=Old, local=Local, two=Two, parts=Parts)
 
 @sizes
 @pytest.mark.parametrize('k', owns)
+@pytest.mark.by_default('old', 'two', 'parts')
 def test_a_step_of_ones_own(k, size): compare(partial(learner, cls=owns[k]), size=size)
 
 class Assigned(Callback):

@@ -316,6 +316,7 @@ def test_raises_nothing():
 
 stops = CancelStepException,CancelBackwardException,CancelBatchException,CancelTrainException,CancelValidException,CancelEpochException,CancelFitException
 @pytest.mark.parametrize('ex', stops)
+@pytest.mark.by_default('CancelStep', 'CancelBatch', 'CancelFit')
 def test_cancels(ex):
     def run(l, said):
         for e in everywhere:

@@ -157,6 +157,7 @@ class Large(Metric):
         self.c = self.c+torch.full((5000,), len(learn.y))
     value = property(lambda self: float(self.a.std()+self.b.sum()+self.c.sum()))
 
+@pytest.mark.whole
 @sizes
 def test_large_sums(size): check(small, size, dict(large=partial(valued, Large)), [(37,4),(7,4),(2,1)], **exact)
 

@@ -124,6 +124,7 @@ def masked(met, learn):
     learn.metrics = L(met())
     with learn.added_cbs(Masked()): return reports(learn, 2, True)
 
+@pytest.mark.whole
 def test_metrics_of_users(): check(partial(task, *tasks['classes']), 2, {o.__name__:partial(masked, o) for o in own}, [(37,4)], **exact)
 
 def masked_together(learn):
@@ -330,6 +331,7 @@ def with_overrides(cb, learn):
 
 @pytest.mark.parametrize('size', (2,3,4))
 @cases(**{k:partial(with_overrides, v) for k,v in overridden.items()})
+@pytest.mark.by_default('all-2', 'all-3')
 def test_another_loss_for_a_while(cases, size):
     "A callback gives the Learner another loss, for evaluations or for batches, also where a rank has no samples"
     check(partial(task, *tasks['classes'][:3], lambda n: []), size, cases, [(37,12//size),(1,12//size)], rtol=1e-5, atol=1e-5)

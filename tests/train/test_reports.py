@@ -15,12 +15,14 @@ few = (37,4),(5,1),(1,1)
 @sizes
 @pytest.mark.parametrize('name', tasks)
 @cases(valid=reports, train_and_valid=partial(reports, train_metrics=True))
+@pytest.mark.by_default('binary-2', 'classes-3', 'regression-2', 'multi-3', 'pixels-2', 'tokens-3')
 def test_metrics(cases, name, size): check(partial(task, *tasks[name]), size, cases, runs, **exact)
 
 def root_error(p, y): return (p-y).pow(2).mean().sqrt()
 
 @sizes
 @pytest.mark.parametrize('name,metric', [('regression',root_error), ('pixels',foreground_acc)])
+@pytest.mark.by_default('regression')
 def test_average_of_what_is_no_mean_of_samples(name, metric, size):
     ys,model,loss,_ = tasks[name]
     check(partial(task, ys, model, loss, lambda n: metric), size, dict(valid=reports, train=partial(reports, train_metrics=True)), few, **exact)
@@ -143,6 +145,7 @@ class OfTheLoss(Metric):
 own = [Tensors, Joined, FromNone, Confusion, Votes, ByClass, Totals, Seen, Helped, Highest, Peak, Lowest, Array, Median, Words, InOrder, MeanOfMeans, BestYet,
     OfTheLoss]
 
+@pytest.mark.whole
 def test_metrics_of_users(): check(partial(task, *tasks['classes']), 2, {o.__name__:partial(measured, o, True) for o in own}, few[:1], **exact)
 
 @sizes
@@ -222,7 +225,7 @@ def assert_goes_on(pages):
 @sizes
 @pytest.mark.parametrize('shuffle', (False,True))
 def test_rows_of_a_language_model(shuffle, size):
-    ns = range(37, 61, 1 if whole_tables and not shuffle else 4)
+    ns = range(37, 61, (1,4)[shuffle] if whole_tables else 13)
     many = on_ranks(lambda rank: [read(n, 2, shuffle, rank) for n in ns], size, timeout=60, join=False)
     for n,res in zip(ns, zip(*many, strict=True), strict=True):
         one = read(n, 2*size, shuffle)

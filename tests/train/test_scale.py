@@ -17,6 +17,7 @@ def share_of(cls, dl, rank, size=1024):
 shuffled = partial(own, shuffle=True)
 
 @pytest.mark.parametrize('mk,n', [*((mk,n) for mk in (own,torchs) for n in (777, 3*1024*2, 3*1024*2+777)), (shuffled,1777)])
+@pytest.mark.by_default('own-6921', 'torchs-777', 'mk6')
 def test_1024_ranks_share_an_order(mk, n):
     def one(cls, rank):
         dl = mk(n)

@@ -90,6 +90,7 @@ def tuned(rank):
         test_ne(learn.model[0].weight, frozen)
     return weights(learn),L(learn.opt.hypers).attrgot('lr')
 
+@pytest.mark.whole
 def test_freezing_and_discriminative_rates():
     a,b = on_ranks(tuned, join=False)
     test_eq(a, b)
@@ -103,6 +104,7 @@ def thawed(rank):
     learn.freeze()
     return weights(run(learn, 2, cbs=Thaw()))
 
+@pytest.mark.whole
 def test_unfreezing_within_a_fit(): test_eq(*on_ranks(thawed, join=False))
 
 def in_users_group(rank):
@@ -116,6 +118,7 @@ def test_users_group_is_left_standing():
     test_eq(a, b)
     assert a[1]
 
+@pytest.mark.whole
 def test_group_without_variables(tmp_path):
     def f(rank):
         for k in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT FASTDIST_STORE'.split(): os.environ.pop(k)
@@ -186,7 +189,7 @@ def told(rank, size, cls):
     return learn.told,learn.called
 
 @pytest.mark.parametrize('cls', [Learner,OwnCall,OwnEvents])
-@pytest.mark.by_default('Learner', 'OwnEvents')
+@pytest.mark.by_default('OwnEvents')
 def test_events_are_those_of_one_process(cls):
     one = told(0, 1, cls)
     test_eq((one[1]>0, 'after_cancel_step' in one[0]), (cls is not Learner, True))
@@ -224,6 +227,7 @@ def plotted(rank):
     plt.close('all') # a test before may have drawn
     return len(learn.recorder.plot_loss().lines)
 
+@pytest.mark.whole
 def test_plot_loss(): test_eq(on_ranks(plotted, join=False), [2,2])
 
 def optioned(rank):
@@ -302,6 +306,7 @@ def test_checkpoints_interchange():
     assert all(not k.startswith('module.') for k in torch.load('models/inside.pth', weights_only=False)['model'])
     test_close(learn.validate()[1], digits(path='.').load('inside').validate()[1])
 
+@pytest.mark.whole
 def test_no_rank_trains_alone_because_of_an_older_accelerator():
     def f(rank):
         Accelerator(cpu=True)
@@ -360,6 +365,7 @@ def test_evaluation_inside_the_context():
     test_close(v, [l.mean(), (p.argmax(1)==t).float().mean()], 1e-5)
 
 @pytest.mark.parametrize('options', [dict(cpu=True), dict(kwargs_handlers=[DistributedDataParallelKwargs()]), dict(dynamo_backend='eager'), dict(sync_bn=False)])
+@pytest.mark.by_default('options1')
 def test_one_process_with_options(options):
     set_seed(1)
     a = run(digits(), **options)

@@ -40,7 +40,7 @@ def test_callback_counts_samples_of_all_ranks(size):
 
 @pytest.mark.parametrize('size', (1,2,4))
 @pytest.mark.parametrize('kw', (dict(gradient_accumulation_steps=3), dict(gradient_accumulation_plugin=GradientAccumulationPlugin(3, sync_each_batch=True))))
-@pytest.mark.by_default('kw0-1', 'kw1-2')
+@pytest.mark.by_default('kw0')
 def test_steps_give_the_large_batch(size, kw):
     "Of 101 samples 5 are left for the last window of an epoch"
     for n in (101,96):
@@ -75,6 +75,7 @@ def per_step(**kw):
     (a,x),(b,y) = [on_ranks(lambda rank: counted(rank, n, **kw), join=False)[0] for n in (64,128)]
     return (y-x)/(b-a)
 
+@pytest.mark.whole
 @pytest.mark.replicas
 def test_a_step_of_four_batches_exchanges_as_much_as_one():
     test_eq([per_step(), per_step(gradient_accumulation_steps=4), per_step(cbs=[GradientAccumulation(32)])], [1,1,1])
@@ -103,6 +104,7 @@ def cast(size, mode, scale=None, cbs=None):
     return *fitted(learn, cbs=cbs, cpu=True),seen
 
 @pytest.mark.parametrize('mode,dtype,scale', [('bf16',torch.bfloat16,None), ('fp16',torch.float16,1024.)])
+@pytest.mark.by_default('bf16')
 def test_precision_of_the_learner(mode, dtype, scale):
     "As one process that trains on the CPU; what differs is the rounding of products of 16 bits"
     one = cast(1, mode, scale, GradientClip(.1))
@@ -156,6 +158,7 @@ def own_cast(rank, mp, **kw):
     return set(seen)
 
 @pytest.mark.parametrize('mp,want', [(OwnCast,{torch.bfloat16,4.}), (OnCuda,{torch.float32,1.}), (NoCast,{torch.float32,1.})])
+@pytest.mark.by_default('OwnCast')
 def test_a_precision_of_the_users(mp, want): test_eq(on_ranks(lambda rank: own_cast(rank, mp), join=False), [want]*2)
 
 def test_options_go_with_a_precision_of_the_users():
@@ -182,6 +185,7 @@ def noise(rank, nw, mk):
 
 @pytest.mark.parametrize('nw', (0,2))
 @pytest.mark.parametrize('mk', (lambda ds,nw: DataLoader(ds, 4, shuffle=True, num_workers=nw), lambda ds,nw: TorchLoader(ds, 4, shuffle=True, num_workers=nw)))
+@pytest.mark.by_default('<lambda>0')
 def test_ranks_augment_and_drop_in_their_own_ways(nw, mk):
     a,b = on_ranks(lambda rank: noise(rank, nw, mk), join=False)
     test_eq(a[0], b[0])
@@ -233,6 +237,7 @@ def mixed(rank, smooth):
     return *fitted(learn, cbs=[MixUp(.4),Keep()])[:2],learn.mixed
 
 @pytest.mark.parametrize('smooth', (False,True))
+@pytest.mark.by_default('True')
 def test_mixup_within_the_slices_of_ranks(smooth):
     "Each rank mixes its own slice, with its own random numbers. One process that is given the mixed samples makes the same steps"
     a,b = on_ranks(lambda rank: mixed(rank, smooth), join=False)

@@ -11,7 +11,7 @@ Each file in `users/` is one, and is found by itself. Comments in its first line
 In a script, `bs` is the batch size of a rank; one process takes that of all ranks, and imports plain fastai or Accelerate. What `_result.result` prints at the end is compared,
 and so is each line that the terminal shows.
 
-With `FASTDIST_NPROCS` set from outside a script runs once, with its own `bs`, and shows what plain fastai shows in one process: all scripts with `--whole`, by default a few that take different paths."""
+By default those in `usual` run, which take different paths; with `--whole` all. With `FASTDIST_NPROCS` set from outside a script runs once, with its own `bs`, and shows what plain fastai shows in one process: all scripts with `--whole`, by default a few that take different paths."""
 import io,json,math,os,re,sys,tarfile,threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +42,9 @@ cases = [(name,how) for name,path in scripts.items() for how in ways(wishes(path
 def once_ways(w): return [] if w.once.startswith('no') else ['once-2',*['once-3']*(not w.once.startswith('2')),*['cells-2']*(w.once!='fails')] # a kernel ends well after an error
 
 once = [(name,how) for name,path in scripts.items() for how in once_ways(wishes(path))]
+usual = '''accelerate_folds-fork accelerate_loop-accelerate caught_error-fork digits_cnn-torchrun distribute_error-python distribute_fit-python download-fork ema-fork error_in_callback-fork
+    error_in_data-torchrun fine_tuning-fork hidden_cancels-fork inference-fork launched-python learned_loss-fork mixed_precision-fork own_metrics-fork parallel_ctx-fork predict_on_rank0-fork
+    progressive_resizing-fork resumed-fork sam-fork saved_after-fork siamese-fork stream-fork tabular-fork text_classifier-fork trackers-fork two_passes-fork unseeded_split-accelerate'''.split()
 by_default = 'digits_cnn-cells-2','inference-once-3','resumed-once-2','stream-once-3','trackers-once-2' # a fit in cells; all calls; no context; a stream as data; callbacks of rank 0
 
 def compared_with(how): return 'same' if how[:-2] in ('once','cells') else 'one' # one process with the script's own batches, or with those of all ranks
@@ -198,6 +201,7 @@ def check_case(terminal, name, how, once=False):
     except AssertionError as e: raise AssertionError('\n'.join([str(e), f'The terminal shows, after {shown.seconds:.1f} s:', *screen(shown.raw)])) from None
 
 @pytest.mark.parametrize('case', cases, ids='-'.join)
+@pytest.mark.by_default(*usual)
 def test_users(terminal, case): check_case(terminal, *case)
 
 @pytest.mark.parametrize('case', once, ids='-'.join)

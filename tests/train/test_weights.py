@@ -66,9 +66,11 @@ class Worst(nn.CrossEntropyLoss):
 
 @sizes
 @pytest.mark.parametrize('f', (total,mean,hinge))
+@pytest.mark.by_default('mean', 'hinge')
 def test_an_attribute_is_not_believed(f, size): compare(lambda bs: learner(bs, lambda: Mine(f)), size=size)
 
 @pytest.mark.parametrize('loss', (lambda: Mine(weighed), lambda: Mine(hardest), Worst, lambda: partial(two_ways, reduction='mean')))
+@pytest.mark.by_default('<lambda>0', 'Worst')
 def test_an_attribute_that_is_wrong_is_told(loss): compare(lambda bs: learner(bs, loss), n=0, said='neither a sum nor a mean')
 
 @sizes
@@ -118,6 +120,7 @@ def test_a_callback_leaves_samples_out(keep, bn, size):
 kinds = *[partial(CrossEntropyLossFlat, **kw) for kw in (dict(weight=weight), dict(ignore_index=1), dict(reduction='sum'))],
 
 @pytest.mark.parametrize('loss', (*kinds, lambda: Mine(mean)))
+@pytest.mark.by_default('loss0', '<lambda>')
 def test_samples_left_out_of_other_losses(loss): compare(lambda bs: learner(bs, loss), lambda: Leaves(low), 3, lr=.01)
 
 def drops(b): return default_collate([o for o in b if o[0][0]<2])
@@ -139,6 +142,7 @@ def test_one_process_leaves_out_what_ranks_do_in_a_window():
 
 @sizes
 @pytest.mark.parametrize('n_acc', (24,30))
+@pytest.mark.by_default('30')
 def test_windows_of_batches_that_shrink(n_acc, size): compare(lambda bs: learner(bs, FocalLossFlat), lambda: [Leaves(low),GradientAccumulation(n_acc)], size)
 
 # Windows
@@ -146,6 +150,7 @@ def test_windows_of_batches_that_shrink(n_acc, size): compare(lambda bs: learner
 @sizes
 @pytest.mark.parametrize('loss', kinds)
 @pytest.mark.parametrize('cbs', (lambda: [], lambda: [Leaves(low)]))
+@pytest.mark.by_default('<lambda>0')
 def test_each_batch_of_a_window_has_its_own_normaliser(loss, cbs, size):
     compare(lambda bs: learner(bs, loss), lambda: [GradientAccumulation(30),*cbs()], size, lr=.01)
 
@@ -179,14 +184,17 @@ def sums(): return CrossEntropyLossFlat(reduction='sum')
 @sizes
 @pytest.mark.parametrize('cb', (Decay,Assigned))
 @pytest.mark.parametrize('loss', (sums,CrossEntropyLossFlat,partial(CrossEntropyLossFlat, weight=weight)))
+@pytest.mark.by_default('CrossEntropyLossFlat', 'sums')
 def test_a_penalty_counts_once(loss, cb, size): compare(lambda bs: learner(bs, loss), cb, size, lr=.005, n=1 if cb is Assigned else 3)
 
 @pytest.mark.replicas
 @pytest.mark.parametrize('n_acc', (None,30))
+@pytest.mark.by_default('30')
 def test_a_penalty_of_a_window(n_acc):
     compare(lambda bs: learner(bs, sums), lambda: [Decay(), *([GradientAccumulation(n_acc)] if n_acc else [])], 3, lr=.002)
 
 @pytest.mark.parametrize('cb', (pytest.param(Decay, marks=pytest.mark.replicas),Activity))
+@pytest.mark.by_default('Activity')
 def test_a_term_of_a_mean(cb): compare(lambda bs: learner(bs, FocalLossFlat), cb, 3)
 
 class Outputs(Callback):
@@ -197,12 +205,15 @@ class Outputs(Callback):
 
 @sizes
 @pytest.mark.parametrize('loss', (sums,CrossEntropyLossFlat))
+@pytest.mark.by_default('sums')
 def test_what_fastai_adds(loss, size): compare(lambda bs: learner(bs, loss, n=54), lambda: [Outputs(),RNNRegularizer(2.,1.)], size, lr=.005) # which adds nothing to a batch of one sample
 
 @pytest.mark.parametrize('loss,cb', [(CrossEntropyLossFlat,Flood), (sums,Flood), (CrossEntropyLossFlat,Hardest), (sums,Activity)])
+@pytest.mark.by_default('CrossEntropyLossFlat-Flood', 'sums-Activity')
 def test_what_cannot_be_exact_is_said(loss, cb): compare(lambda bs: learner(bs, loss), cb, n=0, said=cb.__name__, lr=.002)
 
 @pytest.mark.parametrize('cbs', (lambda: MixUp(), lambda: CpuHalf('bf16'), lambda: [GradientClip(.1),GradientAccumulation(24)], lambda: Leaves(low)))
+@pytest.mark.by_default('<lambda>0', '<lambda>3')
 def test_no_false_alarm(cbs): compare(lambda bs: learner(bs, sums), cbs, n=0, lr=.002)
 
 def test_a_rank_without_a_part_and_batch_norm(): compare(lambda bs: learner(bs, bn=True, n=50), size=3, tol=1e-4)
