@@ -21,13 +21,17 @@ from threading import Thread,get_native_id
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
+from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import LRFinder
 from ..base.errors import *
+from ..base.overrides import *
 from ..base.signals import *
 from ..launch.group import *
 from ..launch.fork import *
 from ..launch.callbacks import *
 from ..comm.collectives import *
+from ..comm.rng import *
+from ..data.loader import *
 from .snapshot import *
 from .serialize import *
 from .folder import *
@@ -264,12 +268,13 @@ def _await_end():
 # %% ../../nbs/413_state.checkpoint.ipynb #5fe81d54
 class CheckpointedFit:
     "A fit that resumes from a state, writes states when they are due, and stops at a signal"
-    stepped,owed,requests = False,None,None # whether this batch ended with a step; what waits for the epoch's end; the layout's `Requests`
+    stepped = begun = False # whether this batch ended with a step; whether a batch was reached in this process
+    owed = requests = share = None # what waits for the epoch's end; the layout's `Requests`; the loader's share in one process
     def __init__(self,
         fit:Fit, # Whose `find` was called
         states:StateWriter # Of the fit
     ):
-        self.fit,self.learn,self.states,self.loop = fit,fit.learn,states,FitLoop(fit)
+        self.fit,self.learn,self.states = fit,fit.learn,states
         self.signals = StopSignals(lambda: fit.job and fit.job.state=='failed')
         if fit.size>1:
             self.requests = fit.layout.requests
@@ -293,8 +298,57 @@ class CheckpointedFit:
         run:callable # Runs an epoch with its events
     ):
         "Call `run` unless the epoch was done, then do what was put off to its end"
-        self.loop.epoch(run)
-        if self.owed: self.act(self.owed, self.learn.epoch+1, 0)
+        fit,learn,found = self.fit,self.learn,self.fit.found
+        if found and not fit.rows: self._show_rows(found['learner']['rows'])
+        if found and learn.epoch<found['about']['epoch']: return
+        if found and not found['about']['batch']:
+            fit.put_back()
+            fit.set_random()
+        run()
+        if hasattr(learn, 'recorder'): fit.rows.append(list(learn.recorder.log))
+        if self.owed: self.act(self.owed, learn.epoch+1, 0)
+
+    def _show_rows(self, rows):
+        self.fit.rows = list(rows)
+        for cb in self.learn._grab_cbs(ProgressCallback):
+            if getattr(cb, 'mbar', False): cb.mbar.update(0) # a bar that has not begun cannot be moved to a later epoch
+        for row in rows: self.learn.logger(L(row))
+
+    def batches(self,
+        f:callable # Goes over `learn.dl`
+    )->callable:
+        "Return `f`, from the batch on at which the state was made"
+        learn,fit = self.learn,self.fit
+        if fit.found and fit.size==1 and is_loader(learn.dl): self.share = learn.dl = StepDL(learn.dl, 0, 1)
+        return partial(self._pass, f)
+
+    def _current(self):
+        "Return the share of the running epoch, in one process the loader, also where a callback has put something around it"
+        running,dl = self.fit.loaders.running,self.learn.dl
+        if running and running.dl is not None: return running.dl
+        return dl if is_loader(dl) else self.share or self.learn.dls.train
+
+    def _pass(self, f):
+        "Call `f`, from the batch on at which the state was made; note the values before the first batch, since events have set some anew"
+        fit,dl = self.fit,self._current()
+        if not self.begun: fit.changes.begin()
+        self.begun = True
+        if fit.found: return self._resume(f, dl)
+        fit.before = global_random(),order_state(dl)
+        f()
+
+    def _resume(self, f, dl):
+        learn,fit,batch,one_batch = self.learn,self.fit,self.fit.found['about']['batch'],self.learn.one_batch
+        if fit.size==1 and not isinstance(dl, DistributedDL): dl = learn.dl = StepDL(dl, 0, 1) # a callback has put it there
+        fit.put_back()
+        random,order = fit.before
+        if fit.rank==0: set_global_random(random)
+        set_order_state(dl, order)
+        dl.resume_at(batch, partial(fit.set_random, dl.dl), order['alive'])
+        with overridden(learn, one_batch=lambda i,b: one_batch(i+batch, b)): f()
+        if fit.found: raise ResumeError(fit.found['path'], 'a position within an epoch, and a callback has put a '
+            f'{type(learn.dl).__name__} in the place of the loader, which cannot leave out the batches that are done',
+            'Checkpoint(minutes=None) makes states at the ends of fits only')
 
     def boundary(self):
         "Note a step of the optimizer; write a state if one is due, and stop if that was asked for"
@@ -404,7 +458,7 @@ class Checkpoint(OverridingCallback):
         now = self.now
         asked = _asked if now else {'fit'}
         if event_type not in asked or not self._is_in_charge(): return run(f, event_type, ex, final)
-        if event_type=='train': return run(now.loop.batches(f), event_type, ex, final)
+        if event_type=='train': return run(now.batches(f), event_type, ex, final)
         run = partial(run, f, event_type, ex, final)
         if event_type=='epoch': now.epoch(run)
         elif now: self.suspended(run)

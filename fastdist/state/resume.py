@@ -14,7 +14,7 @@ The script may have been edited before it is started again. What is in the state
 
 # %% auto #0
 __all__ = ['Fits', 'FitsByPath', 'fits_of', 'training_facts', 'check_same_training', 'described', 'fit_settings', 'edits',
-           'LocalLoaders', 'LocalLayout', 'FitNote', 'Fit', 'FitLoop']
+           'LocalLoaders', 'LocalLayout', 'FitNote', 'Fit']
 
 # %% ../../nbs/411_state.resume.ipynb #07b0c530
 import json,os,sys,numpy as np
@@ -23,10 +23,9 @@ from uuid import uuid4
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
-from fastai.callback.progress import CSVLogger,ProgressCallback
+from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import ParamScheduler
 from ..base.errors import *
-from ..base.overrides import *
 from ..base.values import *
 from ..launch.pickling import *
 from ..comm.job import *
@@ -93,9 +92,8 @@ def training_facts(
     res = {'model':form(learn.model), 'global batch':batch, 'number of epochs':learn.n_epoch, 'optimizer':type(opt).__name__}
     for name,dl in named_loaders(learn.dls).items():
         res |= {k:v for k,v in data_digest(dl, name).items() if 'batch size' not in k}
-    steps = [type(getattr(opt, 'opt', opt)).__name__]
-    if isinstance(opt, Optimizer): steps = [getattr(cb, '__name__', type(cb).__name__) for cb in opt.cbs]
-    metrics = [str(getattr(m, 'name', type(m).__name__)) for m in learn.metrics]
+    steps = [name_of(cb) for cb in opt.cbs] if isinstance(opt, Optimizer) else [type(getattr(opt, 'opt', opt)).__name__]
+    metrics = [str(m.name) for m in learn.metrics]
     columns = {k:bool(getattr(rec, k, False)) for k in ('train_metrics','valid_metrics','add_time')}
     return res | {'seed':seed_of(learn), 'steps of the optimizer':steps} | dict(zip(_of_rows, (metrics,columns)))
 
@@ -155,12 +153,14 @@ def fit_settings(
     return res
 
 # %% ../../nbs/411_state.resume.ipynb #412a000a
+def _short(v):
+    "Return the different values of a list, the name of an object"
+    if isinstance(v, list): return ', '.join(map(str, dict.fromkeys(v))) or 'none'
+    return v.get('', v) if isinstance(v, dict) else v
+
 def _changes(was, now):
     "Return in words what differs between two descriptions, two differences at most"
-    def short(v): # a list by its different values, an object by its name
-        if isinstance(v, list): return ', '.join(map(str, dict.fromkeys(v))) or 'none'
-        return v.get('', v) if isinstance(v, dict) else v
-    if type(was) is not dict or type(now) is not dict: was,now = {'':short(was)},{'':short(now)}
+    if not (isinstance(was, dict) and isinstance(now, dict)): was,now = {'':_short(was)},{'':_short(now)}
     found = [(k.strip('.'),a,b) for k,a,b in differences(was, now)]
     return differences_text(sorted(found, key=lambda o: (o[0].count('.'),o[0])), 2)
 
@@ -174,7 +174,7 @@ def edits(
     for k in {**was, **now}:
         if was.get(k)==now.get(k): continue
         effect = 'the fit goes on with what was'
-        if k in ('loss','callbacks') or k.startswith('schedule'): effect = 'what is counts from here on'
+        if k.startswith(('loss','callbacks','schedule')): effect = 'what is counts from here on'
         if done: effect = 'the fit is done with what was'
         res.append(f'{k}: {_changes(was.get(k), now.get(k))}; {effect}')
     return res
@@ -350,73 +350,3 @@ class Fit:
         self.changes.begin() # what was put back has changed, also for the states of later fits
         self.say(f'fit {self.number} already finished; loaded its final state from {self.found["path"]}')
         return True
-
-# %% ../../nbs/411_state.resume.ipynb #7bddb6af
-class FitLoop:
-    "Epochs and batches of a fit, but those that were done in an earlier process"
-    share,begun = None,False # the loader's share in one process; whether a pass over the loader has begun in this process
-    def __init__(self,
-        fit:Fit # Whose `find` was called
-    ): self.fit,self.learn = fit,fit.learn
-
-    def epoch(self,
-        run:callable # Runs an epoch with its events
-    ):
-        "Call `run` unless the epoch was done"
-        fit = self.fit
-        found = fit.found
-        if found:
-            if not fit.rows: self._show_rows(found['learner']['rows'])
-            if self.learn.epoch<found['about']['epoch']: return
-            if not found['about']['batch']:
-                fit.put_back()
-                fit.set_random()
-        run()
-        rec = getattr(self.learn, 'recorder', None)
-        if rec: fit.rows.append(list(rec.log))
-
-    def _show_rows(self, rows):
-        self.fit.rows = list(rows)
-        for cb in self.learn._grab_cbs(ProgressCallback):
-            if getattr(cb, 'mbar', False): cb.mbar.update(0) # a bar that has not begun cannot be moved to a later epoch
-        for row in rows: self.learn.logger(L(row))
-
-    def batches(self,
-        f:callable # Goes over `learn.dl`
-    )->callable:
-        "Return `f`, from the batch on at which the state was made"
-        if not self.fit.found: return partial(self._from_start, f)
-        if self.fit.size==1 and is_loader(self.learn.dl): self.share = self.learn.dl = StepDL(self.learn.dl, 0, 1)
-        return partial(self._go_on, f)
-
-    def _current(self):
-        "Return the share of the running epoch, in one process the loader, also where a callback has put something around it"
-        running,dl = self.fit.loaders.running,self.learn.dl
-        if running and running.dl is not None: return running.dl
-        return dl if is_loader(dl) else self.share or self.learn.dls.train
-
-    def _from_start(self, f):
-        dl = self._current()
-        self._begin()
-        self.fit.before = global_random(),order_state(dl)
-        f()
-
-    def _begin(self):
-        "Note once what values are before the first batch: `before_fit` and its like have set some anew"
-        if not self.begun: self.fit.changes.begin()
-        self.begun = True
-
-    def _go_on(self, f):
-        learn,fit,batch = self.learn,self.fit,self.fit.found['about']['batch']
-        dl,one_batch = self._current(),learn.one_batch
-        if fit.size==1 and not isinstance(dl, DistributedDL): dl = learn.dl = StepDL(dl, 0, 1) # a callback has put it there
-        self._begin()
-        fit.put_back()
-        random,order = fit.before
-        if fit.rank==0: set_global_random(random)
-        set_order_state(dl, order)
-        dl.resume_at(batch, partial(fit.set_random, dl.dl), order['alive'])
-        with overridden(learn, one_batch=lambda i,b: one_batch(i+batch, b)): f()
-        if fit.found: raise ResumeError(fit.found['path'], 'a position within an epoch, and a callback has put a '
-            f'{type(learn.dl).__name__} in the place of the loader, which cannot leave out the batches that are done',
-            'Checkpoint(minutes=None) makes states at the ends of fits only')
