@@ -164,6 +164,7 @@ streams = dict(torch=torchs(Lines), dropped=torchs(Lines, drop_last=True), fasta
 @pytest.mark.by_default('torch-2', 'shuffled-3', 'workers-3')
 def test_streams(name, size): same_as_alone(size, mk=streams[name])
 
+@pytest.mark.whole
 def test_streams_without_a_length():
     for mk in (torchs(secret), own(secret), own(lambda: (o for o in Lines()))):
         def f(rank):
@@ -361,6 +362,7 @@ def test_other_files_in_a_folder_of_the_node_are_named(kw):
     test_eq(on_ranks(f, 2, join=False, timeout=100), [True]*2)
 
 @pytest.mark.parametrize('workers', [0,2])
+@pytest.mark.by_default('0')
 def test_other_values_in_files_of_the_same_names_and_sizes_are_named(workers):
     "Nothing is read for the comparison of names and sizes; values are compared at the end of the first epoch"
     def f(rank):

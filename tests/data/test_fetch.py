@@ -244,6 +244,7 @@ loaders = dict(weighted=lambda: WeightedDL(list(zip(x, y)), bs=3, wgts=range(1, 
 def test_loaders_of_any_kind(name): same(loaders[name])
 
 @pytest.mark.parametrize('name', 'vision tabular collab language_model text_classifier'.split())
+@pytest.mark.by_default('vision', 'language_model', 'text_classifier')
 def test_loaders_of_applications(name):
     def run(i, share):
         seed()

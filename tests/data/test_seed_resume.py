@@ -50,6 +50,7 @@ def test_a_rank_that_is_killed(tmp_path, whole, before, after):
     assert [*(tmp_path/'states').glob('0*')]
     for res in script(after, tmp_path/'states', workers=1): assert near(res, whole)
 
+@pytest.mark.whole
 def test_another_seed_is_another_training(tmp_path):
     script(1, tmp_path/'states')
     for seed in (43,None):

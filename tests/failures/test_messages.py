@@ -35,6 +35,7 @@ def test_a_rank_that_ends_the_program_in_a_callback_is_named_with_its_line(shown
     assert re.search(r'rank 0 ends because rank 1 ended the program, with SystemExit: 3, in script.py, line 9', err), err
     assert 'shows its traceback itself' not in err
 
+@pytest.mark.whole
 def test_an_error_is_shown_once_under_the_hook_of_another_library(shown):
     hook = "sys.excepthook = lambda kind,e,tb: print('their hook:', kind.__name__, e, file=sys.stderr)"
     err = shown(begin.format(odd="raise ValueError('lost')", before=hook))

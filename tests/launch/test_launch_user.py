@@ -202,6 +202,7 @@ def test_under_torchrun_the_user_s_frames_are_found_at_a_glance(warm):
     assert all(re.fullmatch(line, o) for o in ours if o not in mine and len(o)>9)
 
 @pytest.mark.parametrize('code,every,want', [(3,True,3), ('a reason',False,'a reason'), (None,True,None), (3,False,3)])
+@pytest.mark.by_default('3-True', '3-False')
 def test_a_rank_that_ends_the_program_ends_the_head(code, every, want):
     def f():
         if every or this_world().rank==1: sys.exit(code)
@@ -219,6 +220,7 @@ def test_what_a_rank_said_before_it_died():
             os._exit(7)
     with expect_fail(RankError, 'with exit code 7\nThe end of its stderr:\nout of luck'): cpu(nprocs=2).distribute(f, start='fork')()
 
+@pytest.mark.whole
 def test_notes_groups_and_long_recursions_are_kept():
     def f(how):
         if how=='recursion': return f(how)

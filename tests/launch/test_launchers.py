@@ -50,6 +50,7 @@ def test_variables_as_fastai_launch_sets_them(warm, tmp_path):
     with ThreadPoolExecutor(2) as pool: list(pool.map(f, range(2)))
     check('fastai.launch', tmp_path)
 
+@pytest.mark.whole
 def test_plain_python_trains_on_two_ranks(tmp_path):
     out = output(start(sys.executable, digits))
     assert out.count('valid_loss')==out.count('accuracy: ')==1 and 'CUDA' not in out

@@ -61,6 +61,7 @@ with learn.distrib_ctx():
 print([round(o, 6) for o in learn.model.weight.flatten().tolist()])
 '''
 
+@pytest.mark.whole
 def test_ranks(tmp_path):
     "They hear of an error when their collective is broken"
     env = dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))

@@ -173,6 +173,7 @@ def test_only_who_may_cancel_costs_a_vote(size, steps):
     "After each step, and after the fit, whose end every callback hears of"
     for cb,n in ((Count,0), (Decider,steps+1)): test_eq(on_ranks(lambda rank: votes(rank, cb), size, join=False), [(n,steps)]*size)
 
+@pytest.mark.whole
 def test_a_vote_is_no_collective(): test_eq(per_step(Decider), per_step(Count))
 
 class MayCancel(Callback):
@@ -294,6 +295,7 @@ def fails_twice(rank, n):
         except Exception as e: return type(e).__name__,str(e)
 
 @pytest.mark.parametrize('n', [2,3])
+@pytest.mark.by_default('3')
 def test_an_error_in_an_error_is_told(n):
     *others,(mine,_) = on_ranks(partial(fails_twice, n=n), n, join=False)
     test_eq(mine, 'RuntimeError')
@@ -341,6 +343,7 @@ def paused(rank):
         learn.fit(1, cbs=Checkpoint('ckpt'))
     return len(learn.recorder.values)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', [pytest.param(2, marks=pytest.mark.whole),3])
 def test_nobody_is_stuck_between_two_fits_with_checkpoints(size): test_eq(on_ranks(paused, size, join=False), [1]*size)
 

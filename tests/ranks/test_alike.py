@@ -61,6 +61,7 @@ def _by_salt(rank):
     return _read(lambda: Salted(0), _fastais)[0]
 
 @pytest.mark.parametrize('loaders', [_fastais,_torchs])
+@pytest.mark.by_default('_torchs')
 def test_samples(loaders):
     "Another target of a sample is named once, by both values; reading leaves no trace"
     (first,n),*others = on_ranks(lambda rank: _read(lambda: Named(rank), loaders), 2)
@@ -74,6 +75,7 @@ def test_samples_that_no_attribute_shows():
     assert len(first)==2 and not other, first
 
 @pytest.mark.parametrize('mk', [lambda: Named(0, noise=True), lambda: Turned(0)])
+@pytest.mark.by_default('<lambda>1')
 def test_drawn_samples(mk):
     "What is drawn is not compared, by whatever generator"
     test_eq([o for o,_ in on_ranks(lambda rank: _read(mk, _fastais), 2)], [[],[]])

@@ -103,6 +103,7 @@ def test_a_cancel_of_one_rank_before_the_exchange_is_that_of_all(size, what, eve
 
 @pytest.mark.parametrize('size', [2,3])
 @pytest.mark.parametrize('what,event', [*[o for o in spots if o[1]!='after_loss'], (CancelBackwardException,'before_backward')])
+@pytest.mark.by_default('CancelBatch')
 def test_a_hidden_cancel_of_one_rank_is_named(size, what, event):
     for how,text,*_ in on_ranks(lambda rank: held(rank, what, event, [size-1], 8), size, join=False):
         assert how=='RankError' and f'rank {size-1} failed' in text and f'{what.__name__} raised in Holds.{event}' in text
@@ -230,6 +231,7 @@ def barriers(learn, rank):
         if rank==1: time.sleep(5.5)
         for _ in range(2): torch.distributed.barrier()
 
+@pytest.mark.whole
 def test_barriers_of_the_user(): test_eq([o[0] for o in on(3, barriers)], ['went on']*3)
 
 def stopped(learn, rank):

@@ -374,6 +374,7 @@ def test_a_learner_that_a_function_has_comes_home(way, n):
     assert learn.model is model and learn.opt is opt and len(learn.recorder.values)==2
     for a,b in zip(learn.model.state_dict().values(), one.model.state_dict().values()): test_close(a, b, 1e-5)
 
+@pytest.mark.whole
 def test_two_learners_and_an_object_come_home_from_one_function():
     a,b,acc = learner(4),learner(4),cpu(nprocs=2)
     o = Trainer(acc)
@@ -549,6 +550,7 @@ class Average(Callback):
         for a,b in zip(self.mean.parameters(), self.model.parameters()): a.lerp_(b, .5)
     def after_epoch(self): self.learn.best_model = deepcopy(self.mean)
 
+@pytest.mark.whole
 @pytest.mark.replicas # a model in shards is not copied
 def test_a_model_that_a_callback_has_made_comes_home():
     learn,one = learner(4, cbs=Average()),learner(8, cbs=Average())

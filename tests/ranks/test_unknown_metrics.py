@@ -38,6 +38,7 @@ metrics = [recall, precision, own_accuracy, of_known, hinge, OwnMean(), HighOfLa
 
 @sizes
 @pytest.mark.parametrize('first', (0,1))
+@pytest.mark.by_default('1-3')
 def test_data_sorted_by_class(first, size):
     "What holds for samples of one class need not hold for others"
     f = partial(task, in_classes(first), partial(Shaped, 3), CrossEntropyLossFlat(), lambda n: metrics)

@@ -141,6 +141,7 @@ def ran_ahead(rank, size):
         learn.fit(1) # compares
     return how,[b.tolist() for b in before],after
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', (pytest.param(2, marks=pytest.mark.whole),3))
 def test_ranks_go_on_with_the_same_buffers(size):
     "Those of one rank, since each holds them whole"
@@ -249,6 +250,7 @@ def hook_after(learn, rank): learn.model[0].bias.register_post_accumulate_grad_h
 def two_dtypes(learn, rank): learn.model[2].lin.bias.data = learn.model[2].lin.bias.data.double()
 
 @pytest.mark.parametrize('change,said', [(other_model,'Ranks have different'), (hook_after,'register_post_accumulate_grad_hook for 0.bias'), (two_dtypes,'have two dtypes')])
+@pytest.mark.by_default('hook_after')
 def test_what_cannot_be_entered(change, said):
     for (how,text),bare,cbs,same in on_ranks(partial(enters, change=change), join=False):
         assert how=='ValueError' and said in text and bare and same, (how,text,bare,same)

@@ -116,8 +116,8 @@ def text(rank, what, size=None):
         test_eq(learn.model.training, True)
     return flat(learn.model.state_dict()),flat(torch.load(f'models/again{what}.pth'))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('what', ['encoder','load','pretrained'])
-@pytest.mark.by_default('load')
 def test_text_files(what):
     text(0, 'made')
     want = text(0, what)

@@ -177,6 +177,7 @@ def test_handlers_come_back(): test_eq(on_ranks(kept, 1, join=False), [True])
 
 cell = "import sys; sys.path.append({!r}); import stopping, os; os.environ['ASK'] = {!r}; stopping.train({!r})"
 
+@pytest.mark.whole
 @mark
 def test_a_kernel_lives_on_after_sigusr1(tmp_path):
     _,last = cells = executed(cell.format(str(here), 'SIGUSR1:0', str(tmp_path))+'\n# %%\nprint("alive")', tmp_path, raises=(0,))

@@ -294,5 +294,6 @@ def goes_on(rank, name, drop):
 
 @pytest.mark.parametrize('size', (2,3))
 @pytest.mark.parametrize('name', 'fastai texts torch_gen own_batches stream torch_stream shared_out'.split())
+@pytest.mark.by_default('fastai', 'stream')
 def test_ranks_of_a_group_go_on(name, size):
     for o in on_ranks(lambda rank: [goes_on(rank, name, drop) for drop in (False,True)], size): assert all(n is not None for n in o)

@@ -179,6 +179,7 @@ class Counts(Callback):
         self.pair,self.odd = Pair(self.n, 0),object()
     def after_fit(self): test_eq((self.by['batch'],sum(map(len, self.seen.values()))), (self.n,)*2)
 
+@pytest.mark.whole
 def test_what_a_callback_counts_goes_on_and_is_named_once(tmp_path):
     said = survives(one_cycle(Counts), tmp_path, (14,))
     kept, = re.findall(r'UserWarning: Counts goes on with (.*?) as it is, and without (.*?), which is no value', said)

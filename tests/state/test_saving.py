@@ -285,6 +285,7 @@ def test_no_folder_for_models():
     test_eq((a,b), ('FileExistsError','RankError'))
     assert 'a_file' in x and 'a_file' in y
 
+@pytest.mark.whole
 def test_a_full_disk_in_a_fit():
     def f(rank):
         learn = wide(path='.')
@@ -397,6 +398,7 @@ def read_in_vain(rank, how):
     return err
 
 @pytest.mark.parametrize('how,why', [('ended','ended before it wrote models/m.pth'), ('failed','File too large')])
+@pytest.mark.by_default('failed')
 def test_what_rank_0_could_not_write_is_read_by_nobody(how, why):
     digits(path='.').save('m')
     os.utime('models/m.pth', (0,0))

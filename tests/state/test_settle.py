@@ -125,6 +125,7 @@ def test_four_ranks_and_a_state_of_the_first_step(at): check(4, Odd, at)
 @pytest.mark.by_default('options1')
 def test_options_of_ddp(options): check(3, mlp, 4, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
 
+@pytest.mark.whole
 def test_within_accumulation(): check(3, mlp, 4, gradient_accumulation_steps=2)
 
 class Thaw(Callback):
@@ -134,8 +135,8 @@ class Thaw(Callback):
         k = self.train_iter+self.done
         self.learn.model[0].requires_grad_(k<2 or 4<=k<6)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('at', [1,3,5])
-@pytest.mark.by_default('3')
 def test_wrappers_that_are_made_later(at): check(3, mlp, at, cbs=Thaw)
 
 @pytest.mark.parametrize('size,options', [(2,{}), (3,dict(find_unused_parameters=True))])

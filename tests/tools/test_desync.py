@@ -69,6 +69,7 @@ def test_drift_is_named_on_every_rank(f, name, how, size):
     test_eq(res, res[:1]*size)
     assert res[0].startswith(f'ranks differ in {name} after step 4 of the fit, in epoch 0: rank 1 from rank 0, {how}. HINT')
 
+@pytest.mark.whole
 @pytest.mark.replicas
 def test_the_majority_is_right():
     for who in (0,2):
@@ -162,7 +163,7 @@ others = dict(callback=dict(cbs=[GradientAccumulation(64)]), steps=dict(gradient
     collab=dict(mk=collab), text=dict(mk=language_model), ragged=dict(mk=lambda: digits(dls_kw=dict(drop_last=False))))
 
 @pytest.mark.parametrize('k', others)
-@pytest.mark.by_default('callback', 'steps', 'text')
+@pytest.mark.by_default('steps')
 def test_no_false_alarm_elsewhere(k): on_ranks(lambda rank: alike(rank, **others[k], cpu=True), join=False)
 
 def tuned(rank):

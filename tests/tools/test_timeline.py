@@ -138,6 +138,7 @@ def turns(rank):
     t = quiet(digits(320, bs=8), cbs=[Timeline(),Naps('after_batch', when=lambda i: i%2==rank)])
     return str(t),t.steps.lateness.argmax(0)
 
+@pytest.mark.whole
 def test_no_rank_is_named_where_they_take_turns():
     (said,last),_ = on_ranks(turns, 2, join=False)
     assert said.startswith('no rank is late throughout; ranks wait'), said
@@ -281,6 +282,7 @@ def resumed(rank, path):
     t = quiet(learn, 2, cbs=[Timeline(),Checkpoint(path, every=1)])
     return t.history.n,t.steps.total.min()>0
 
+@pytest.mark.whole
 def test_a_resumed_fit(tmp_path):
     "It has the steps that were made since"
     for n,fine in on_ranks(partial(resumed, path=tmp_path/'states'), join=False): assert 0<n<=24 and fine

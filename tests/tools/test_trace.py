@@ -11,7 +11,7 @@ from fastdist.launch.fork import on_ranks
 from fastdist.tools.trace import *
 from fastdist.tools.comparison import *
 from fastdist.check import main
-from compare import cases
+from compare import cases,usual
 
 xs = torch.randn(90, 6, generator=torch.Generator().manual_seed(1))
 data = [(x, x[:2].sum()[None], i%3) for i,x in enumerate(xs)]
@@ -177,7 +177,7 @@ def compared(cases, path, n, **kw):
 sizes = pytest.mark.parametrize('size', [(2,False), (3,False), (2,True)], ids=['two','three','shards'])
 
 @sizes
-@cases(**wrong)
+@cases(**usual(wrong, 'own_norm', 'whiten', 'pairs', 'critic', 'clipped', 'skips'))
 def test_what_is_wrong_is_found_at_its_first_step(cases, size, tmp_path):
     res = compared({k:f for k,(f,_) in cases.items()}, tmp_path, size[0], shard=size[1])
     bad = [f'{k}: {res[k]}' for k,(_,what) in cases.items() if res[k].ok or what not in str(res[k])]
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_found_at_its_first_step(cases, size, tmp_path):
 
 @pytest.mark.replicas # it says itself what is in shards, and one of its callbacks uses parameters that small units have let go of
 @sizes
-@cases(**right)
+@cases(**usual(right, 'pooled', 'decay', 'classes', 'dropped', 'blended', 'accumulated'))
 def test_what_is_right_is_not_named(cases, size, tmp_path):
     n,shard = size
     cases = {k:f for k,f in cases.items() if not shard or k!='ema'} # a model in shards is not copied
@@ -224,6 +224,7 @@ def test_what_is_random_behind_a_loader_of_torch(workers, tmp_path):
 def noisy(x): return x+.1*torch.randn_like(x)
 
 @pytest.mark.parametrize('size', (2,3))
+@pytest.mark.by_default('3')
 def test_a_seed_lets_all_be_compared(size, tmp_path):
     cases = dict(dropped=dropped, noise=lambda: learner(after_batch=noisy))
     for res in compared(cases, tmp_path, size, seed=42).values(): assert res.ok and not any(o.random and o.name in ('loss','0.weight') for o in res.rows), str(res)
@@ -255,6 +256,7 @@ class Clock(Callback):
     def before_fit(self): self.began = time.perf_counter()
     def after_batch(self): self.spent = time.perf_counter()-self.began
 
+@pytest.mark.whole
 def test_clocks_are_not_accused(tmp_path):
     res, = compared(dict(it=lambda: learner(lambda: nn.Linear(6,1), cbs=Clock())), tmp_path, 2).values()
     assert res.ok, str(res)
@@ -384,9 +386,10 @@ Path('saved').touch()
 """
 
 @pytest.mark.slow
+@pytest.mark.timeout(650)
 def test_the_command(tmp_path, capsys):
     (tmp_path/'train.py').write_text(script)
-    def run(*args): return subprocess.run([sys.executable,'-m','fastdist.check',*args], cwd=tmp_path, env={**os.environ, 'PYTHONWARNINGS':'ignore'}, capture_output=True, text=True, timeout=200)
+    def run(*args): return subprocess.run([sys.executable,'-m','fastdist.check',*args], cwd=tmp_path, env={**os.environ, 'PYTHONWARNINGS':'ignore'}, capture_output=True, text=True, timeout=600)
     ran = run('--audit','2','--nprocs','2','--folder',str(tmp_path/'traces'),'--','train.py','count')
     assert ran.returncode==1 and 'first in Hits.n after step 1, with' in ran.stdout, ran
     assert not (tmp_path/'saved').exists()

@@ -12,10 +12,11 @@ from fastdist.train.parent import parent_context
 from fastdist.launch.launcher import ThisNode
 from fastdist.state.changes import SentObjects
 from fastcore.test import test_close,test_eq,test_is
+from compare import whole_tables
 from learners import digits,tabular
 from procs import await_that
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 losses,fits = [],0
 
 @pytest.fixture(autouse=True)
@@ -58,8 +59,11 @@ def flatten(o):
     if is_listy(o): return [x for v in o for x in flatten(v)]
     return to_np(o).ravel().tolist() if isinstance(o, Tensor) else [float(o)]
 
+@functools.cache
+def undisturbed(): return train(learner())
+
 def check(n, cbs=lambda: (), **kw):
-    one,learn = train(learner()),learner()
+    one,learn = undisturbed(),learner()
     with learn.distrib_ctx(nprocs=n, **kw): two = train(learn, cbs())
     test_eq(two[0], one[0])
     test_close(two[1], one[1], 2e-5)
@@ -67,14 +71,18 @@ def check(n, cbs=lambda: (), **kw):
     test_is(parent_context(learn), None)
 
 @pytest.mark.parametrize('size', [2,3])
+@pytest.mark.by_default('3')
 def test_all_is_as_without_it(size): check(size)
 
 def test_a_model_in_shards(): check(2, shard=True)
 
+@pytest.mark.whole
 def test_on_agents(): check(2, engine=ThisNode(None))
 
+@pytest.mark.whole
 def test_a_model_in_shards_on_agents(): check(2, shard=True, engine=ThisNode(None))
 
+@pytest.mark.whole
 def test_a_checkpoint(tmp_path): check(2, lambda: [Checkpoint(tmp_path/'states')])
 
 class Slots:
@@ -161,6 +169,7 @@ def test_what_hides(tmp_path):
     test_eq(two, one)
     test_close(two_numbers, one_numbers, 1e-6)
 
+@pytest.mark.whole
 def test_a_model_that_is_put_away_between_calls():
     def run(**kw):
         learn = learner()
@@ -195,7 +204,7 @@ def test_large_arrays():
             learn.fit(1)
         t = learn.table
         return t.x.sum(),t.part.sum(),t.days[0],t.frame['a'].iloc[-1],t.new.sum(),t.frozen.sum(),t.x.flags.writeable
-    for kw in (dict(), dict(engine=ThisNode(None))): test_eq(run(nprocs=2, **kw), run())
+    for kw in (dict(),*[dict(engine=ThisNode(None))]*whole_tables): test_eq(run(nprocs=2, **kw), run())
 
 def test_large_arrays_are_not_in_the_pickle():
     x = np.arange(60000.)
@@ -248,6 +257,7 @@ class FromFile:
         self.f.seek(8*i)
         return torch.tensor(np.frombuffer(self.f.read(8), dtype=np.float64).astype(np.float32)),0.
 
+@pytest.mark.whole
 def test_a_file_that_was_open_before(tmp_path):
     path,n = tmp_path/'samples',4000
     np.arange(n, dtype=np.float64).tofile(path)
@@ -258,6 +268,7 @@ def test_a_file_that_was_open_before(tmp_path):
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): preds = learn.get_preds()[0]
     test_eq(preds.flatten(), torch.arange(n).float())
 
+@pytest.mark.whole
 def test_memory_that_processes_share():
     def run(share, **kw):
         learn = learner()
@@ -276,7 +287,7 @@ def read(learn):
     return flatten(numbers),[*other, *[type(o).__name__ for o in learn.cbs if not isinstance(o, DistributedTrainer)]]
 
 @pytest.mark.parametrize('n', [2,3])
-@pytest.mark.by_default('3')
+@pytest.mark.by_default('2')
 def test_what_a_user_reads(n):
     "But for `learn.xb`, `yb`, `pred` and losses of samples, which are rank 0's part of the last batch of an evaluation"
     def run(**kw):
@@ -294,6 +305,7 @@ def test_what_a_user_reads(n):
 class Grows(Callback):
     def before_epoch(self): self.dls.train.bs = 12*(self.epoch+1)
 
+@pytest.mark.whole
 def test_a_batch_size_that_a_callback_sets():
     def run(**kw):
         learn = learner()
@@ -302,6 +314,7 @@ def test_a_batch_size_that_a_callback_sets():
     test_close(run(nprocs=2), run(), 1e-5)
 
 @pytest.mark.parametrize('n,bs', [(2,7),(3,10),(3,2),(2,1)])
+@pytest.mark.by_default('3-10')
 def test_a_batch_that_does_not_divide(n, bs):
     def run(**kw):
         learn = learner()
@@ -318,11 +331,13 @@ class SeesStates(Callback):
     def __init__(self, path): self.path = path
     def before_backward(self): self.n = sum(o.startswith('0') for o in os.listdir(self.path))
 
+@pytest.mark.whole
 def test_a_checkpoint_saves_by_the_clock(tmp_path):
     learn,cb = learner(),SeesStates(tmp_path/'states')
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): learn.fit(3, cbs=[Checkpoint(cb.path, minutes=1e-6),cb])
     assert cb.n
 
+@pytest.mark.whole
 def test_what_stays_in_the_scripts_process(tmp_path):
     learn = tabular()
     learn.path,mine,row = tmp_path,learn.validate,learn.dls.train_ds.xs.iloc[0]
@@ -354,6 +369,7 @@ def _raise(): raise ValueError('a bad sample')
 def _die(): os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize('how,said', [(_raise,'a bad sample'), (_die,'killed by SIGKILL')])
+@pytest.mark.by_default('_die')
 def test_after_an_error_the_learner_has_the_last_step(how, said):
     learn,one = learner(),learner()
     for o in (learn,one): o.create_opt()
@@ -382,7 +398,7 @@ class Waits(Callback):
 
 @contextmanager
 def interrupted(path, times=1):
-    "Check that what runs inside raises `KeyboardInterrupt` within five seconds after Ctrl-C, pressed when `path` is there, and leaves no process"
+    "Check that what runs inside raises `KeyboardInterrupt` within twenty seconds after Ctrl-C, pressed when `path` is there, and leaves no process"
     before,at = children(),[]
     def press():
         await_that(path.exists)
@@ -393,11 +409,15 @@ def interrupted(path, times=1):
     t = threading.Thread(target=press)
     t.start()
     with pytest.raises(KeyboardInterrupt) as e: yield e
-    assert time.monotonic()-at[0]<5 and is_everywhere(e.value)
+    assert time.monotonic()-at[0]<20 and is_everywhere(e.value)
     t.join()
     test_eq(children(), before)
 
-def children(): return {o.pid for o in psutil.Process().children(recursive=True) if o.status()!=psutil.STATUS_ZOMBIE}
+def runs(process):
+    try: return process.status()!=psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess: return False
+
+def children(): return {o.pid for o in psutil.Process().children(recursive=True) if runs(o)}
 
 def fits(learn, cb): learn.fit(100, cbs=cb)
 def finds(learn, cb): learn.add_cb(cb).lr_find(num_it=100, show_plot=False)
@@ -408,6 +428,7 @@ moments = dict(train=fits, step=fits, validation=fits, find=finds, evaluation=va
 events = dict(find='step', evaluation='validation', preds='validation')
 
 @pytest.mark.parametrize('moment', [*moments])
+@pytest.mark.by_default('step')
 def test_ctrl_c(tmp_path, moment):
     "What was trained is there, the Learner is whole, and can go on in the same context"
     learn,path = learner(),tmp_path/'began'
@@ -449,6 +470,7 @@ class KeepsLate(Callback):
     def after_fit(self): self.kept = Late(self.path)
     def __init__(self, path): self.path,self.kept = path,None
 
+@pytest.mark.whole
 def test_ctrl_c_while_a_call_returns(tmp_path):
     learn,path = learner(),tmp_path/'began'
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
@@ -463,6 +485,7 @@ class SlowItems(FromFile):
         time.sleep(.1)
         return super().__getitem__(i)
 
+@pytest.mark.whole
 def test_ctrl_c_while_data_workers_read(tmp_path):
     path = tmp_path/'samples'
     np.arange(400, dtype=np.float64).tofile(path)

@@ -84,6 +84,7 @@ def before_and_after(rank, size, before):
 def test_all_is_as_before(size, before):
     test_eq(on_ranks(lambda rank: before_and_after(rank, size, before), size, join=False), [(before is fit,False)]*size)
 
+@pytest.mark.whole
 def test_state_of_torchs_optimizers():
     def f(rank):
         learn = make(2, opt_func=adamw)

@@ -56,7 +56,7 @@ class NewModel(Callback):
         self.learn.opt.set_hypers(lr=.05)
 
 @pytest.mark.parametrize('event,opt,size', [('before_epoch',True,2), ('before_train',True,3), ('before_batch',True,3), ('before_batch',False,2), ('before_epoch',False,3)])
-@pytest.mark.by_default('before_train', 'before_batch')
+@pytest.mark.by_default('before_train')
 def test_another_model(event, opt, size): compare(learner, lambda: NewModel(event, opt), size)
 
 class Empties(nn.Module):
@@ -116,6 +116,7 @@ class Doubles(Data):
 
 @sizes
 @pytest.mark.parametrize('loss', [CrossEntropyLossFlat,LabelSmoothingCrossEntropyFlat])
+@pytest.mark.by_default('LabelSmoothing')
 def test_double_precision(loss, size, doubles): compare(partial(learner, data=Doubles, loss=loss), size=size)
 
 @sizes
@@ -136,6 +137,7 @@ def frozen(bs):
 
 @sizes
 @kws
+@pytest.mark.by_default('kw1')
 def test_a_layer_thawed_in_an_epoch(kw, size): compare(frozen, Thaw, size, **kw)
 
 # A loss that learns
@@ -154,6 +156,7 @@ def with_loss(bs, opt=partial(SGD, mom=.9), **kw):
 
 @sizes
 @kws
+@pytest.mark.by_default('kw1')
 def test_parameters_of_the_loss(kw, size): compare(with_loss, GradientClip, size, **kw)
 
 # Other backward passes
@@ -170,6 +173,7 @@ class SAM(Callback):
 
 @sizes
 @pytest.mark.parametrize('cbs', (SAM, lambda: [SAM(),GradientClip(.1)]))
+@pytest.mark.by_default('SAM-2')
 def test_sam(cbs, size): compare(learner, cbs, size)
 
 class SAMLearner(Learner):
@@ -351,9 +355,9 @@ def test_parameters_that_some_steps_do_not_use(k, size):
     opt = partial(SGD, mom=0.) if k=='sparse' else partial(Adam, eps=1e-3)
     compare(partial(learner, model=heads[k], opt=opt), size=size)
 
+@pytest.mark.whole
 @replicas
 @pytest.mark.parametrize('k', ('never','flips'))
-@pytest.mark.by_default('flips')
 def test_unused_parameters_in_torchs_optimizers_and_windows(k):
     compare(partial(learner, model=heads[k], opt=adamw), size=3, tol=1e-4)
     compare(partial(learner, model=heads[k]), partial(GradientAccumulation, 24), size=2, n=1)
@@ -514,6 +518,7 @@ class Around(Callback):
 
 @sizes
 @pytest.mark.parametrize('cb', (Assigned,Around))
+@pytest.mark.by_default('Around')
 def test_a_step_that_a_callback_assigns(cb, size): compare(learner, cb, size)
 
 def test_a_step_that_was_assigned_before():

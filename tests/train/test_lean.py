@@ -168,6 +168,7 @@ def with_theirs(f):
     return run
 
 @each(theirs)
+@pytest.mark.by_default('CSVLogger', 'FetchPreds', 'ShortEpoch', 'TerminateOnNaN', 'bf16', 'accumulate', 'skip', 'hooks')
 def test_callbacks(f): same(partial(toy, metrics=mae), with_theirs(f))
 
 @pytest.mark.parametrize('cb', [MixUp,CutMix], ids=['mixup','cutmix'])
@@ -408,10 +409,12 @@ def counted(l, said):
     l.validate()
     return l.get_preds(),[vars(l).get(k) for k in counts]
 @each({o.__name__:o for o in (SubStep,SubBatch,SubSplit,SubOne,SubAll,SubBack,SubCall,SubCallOne,SubEvents,SubGrad,SubDevice)})
+@pytest.mark.by_default('SubStep', 'SubBatch', 'SubAll', 'SubEvents')
 def test_subclasses(f): own(counted, mk=kind(f))
 
 own_methods = '_do_one_batch','_split','one_batch','_step','_backward','_call_one','_with_events','all_batches','_set_device','_do_grad_opt'
 @pytest.mark.parametrize('k', own_methods)
+@pytest.mark.by_default('one_batch', '_step', '_call_one')
 def test_instance_of_learner(k):
     "Before it becomes lean, and by a callback from before_fit to after_fit"
     def put(l, said):
@@ -655,6 +658,7 @@ def resumed(first_lean, then_lean):
     if first_lean is not None: on_ranks(lambda rank: cut_off(first_lean), 1, timeout=60)
     return on_ranks(lambda rank: script(then_lean, False), 1, timeout=60)[0]
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings('ignore')
 def test_resumes():
     whole = resumed(None, False)

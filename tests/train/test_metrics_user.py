@@ -331,7 +331,7 @@ def with_overrides(cb, learn):
 
 @pytest.mark.parametrize('size', (2,3,4))
 @cases(**{k:partial(with_overrides, v) for k,v in overridden.items()})
-@pytest.mark.by_default('all-2', 'all-3')
+@pytest.mark.by_default('all-3')
 def test_another_loss_for_a_while(cases, size):
     "A callback gives the Learner another loss, for evaluations or for batches, also where a rank has no samples"
     check(partial(task, *tasks['classes'][:3], lambda n: []), size, cases, [(37,12//size),(1,12//size)], rtol=1e-5, atol=1e-5)

@@ -153,6 +153,7 @@ def test_tta(cases, size): check(pictures, size, cases)
     with_input=lambda o: o.predict(1, with_input=True)[1:],
     unlabelled=lambda o: o.get_preds(dl=o.dls.test_dl([3,1,2,0,1])),
     labelled=lambda o: o.get_preds(dl=o.dls.test_dl([3,1,2], with_labels=True), with_loss=True))
+@pytest.mark.by_default('3')
 def test_predict(cases, size): check(pictures, size, cases)
 
 def titles(f, **kw):
@@ -181,6 +182,7 @@ def plotted(learn): return titles(ClassificationInterpretation.from_learner(lear
     classes_of_train=partial(classes, ds_idx=0),
     shuffled=lambda o: classes(o, dl=shuffled(o)),
     plotted=plotted)
+@pytest.mark.by_default('3')
 def test_interpretation(cases, size): check(pictures, size, cases)
 
 def masks(n, bs, rank=0):
@@ -228,6 +230,7 @@ def sorted_texts(learn):
 @cases(
     valid=sorted_texts,
     new=lambda o: o.get_preds(dl=o.dls.test_dl(['fine','a fine movie','a movie','bad bad bad bad','good'])))
+@pytest.mark.by_default('3')
 def test_sorted_texts(cases, size): check(partial(of_kind, 'text_classifier'), size, cases, [(0,1),(0,8)])
 
 class Outputs(nn.Module):

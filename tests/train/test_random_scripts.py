@@ -15,7 +15,7 @@ found_scripts = [pytest.param((('tied','ignored','adam','torch',True,18,False),s
 excused = [pytest.param((mlp,[('crash','after_step',None),('fit','fit',1,())]), 2, 'ranks forgot its gradients', id='a mistake leaves gradients')]
 
 @pytest.mark.parametrize('script,size', [pytest.param(ordinary, 2, id='ordinary'),*found_scripts])
-@pytest.mark.by_default('ordinary', 'norm')
+@pytest.mark.by_default('norm')
 def test_found(script, size): assert compare(script, size)[0] is None
 
 @pytest.mark.parametrize('script,size,what', excused)

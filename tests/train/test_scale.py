@@ -17,7 +17,7 @@ def share_of(cls, dl, rank, size=1024):
 shuffled = partial(own, shuffle=True)
 
 @pytest.mark.parametrize('mk,n', [*((mk,n) for mk in (own,torchs) for n in (777, 3*1024*2, 3*1024*2+777)), (shuffled,1777)])
-@pytest.mark.by_default('own-6921', 'torchs-777', 'mk6')
+@pytest.mark.by_default('own-6921', 'torchs-777')
 def test_1024_ranks_share_an_order(mk, n):
     def one(cls, rank):
         dl = mk(n)
@@ -42,6 +42,7 @@ def test_a_share_of_an_order_in_sequence_takes_memory_for_itself(cls, mk):
     idxs,peak = peak_of(share._draw)
     assert len(idxs)<10**5 and peak<16*len(idxs)
 
+@pytest.mark.whole
 def test_a_shuffled_order_takes_one_array():
     share = StepDL(own(400_000, shuffle=True), 7, 8)
     idxs,peak = peak_of(share._draw)

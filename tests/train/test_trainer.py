@@ -137,6 +137,7 @@ def as_callback(rank):
     with other.no_logging(), other.no_bar(): other.fit(1, cbs=DistributedTrainer())
     return weights(learn),weights(other),dist.is_initialized()
 
+@pytest.mark.whole
 def test_as_a_callback():
     a,b = on_ranks(as_callback, join=False)
     test_eq(a, b)
@@ -261,6 +262,7 @@ def split(rank):
     run(learn, cbs=Callback(before_batch=lambda self: sizes.append(len(self.xb[0]))), dataloader_config=DataLoaderConfiguration(split_batches=True))
     return sizes[0]
 
+@pytest.mark.whole
 def test_split_batches(): test_eq(on_ranks(split, join=False), [8,8])
 
 def compiled(rank): return weights(run(digits(n=90), dynamo_backend='aot_eager'))
@@ -331,6 +333,7 @@ def orders(rank, size, bs=6):
     for _ in range(2): run(learn, 2, cbs=Watch())
     return learn.seen[-1]
 
+@pytest.mark.whole
 def test_shuffles_go_on_as_in_one_process():
     one,two = orders(0, 1, bs=12),on_ranks(lambda rank: orders(rank, 2), join=False)
     test_eq([set(one[i:i+12]) for i in range(0, len(one), 12)], [set(two[0][i:i+6]+two[1][i:i+6]) for i in range(0, len(two[0]), 6)])

@@ -50,6 +50,7 @@ def test_steps_give_the_large_batch(size, kw):
         small = fitted(learner(8, n), cbs=GradientClip(.05), **kw)
         same(small, many)
 
+@pytest.mark.whole
 def test_steps_of_the_launcher():
     def f(rank, n):
         os.environ['ACCELERATE_GRADIENT_ACCUMULATION_STEPS'] = n
@@ -161,6 +162,7 @@ def own_cast(rank, mp, **kw):
 @pytest.mark.by_default('OwnCast')
 def test_a_precision_of_the_users(mp, want): test_eq(on_ranks(lambda rank: own_cast(rank, mp), join=False), [want]*2)
 
+@pytest.mark.whole
 def test_options_go_with_a_precision_of_the_users():
     opts = [AutocastKwargs(cache_enabled=False),GradScalerKwargs(init_scale=8.)]
     test_eq(on_ranks(lambda rank: own_cast(rank, OwnCast, kwargs_handlers=opts), join=False), [{torch.bfloat16,8.}]*2)

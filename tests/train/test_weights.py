@@ -73,6 +73,7 @@ def test_an_attribute_is_not_believed(f, size): compare(lambda bs: learner(bs, l
 @pytest.mark.by_default('<lambda>0', 'Worst')
 def test_an_attribute_that_is_wrong_is_told(loss): compare(lambda bs: learner(bs, loss), n=0, said='neither a sum nor a mean')
 
+@pytest.mark.whole
 @sizes
 def test_label_smoothing_with_class_weights_is_told_what_is_exact(size):
     compare(lambda bs: learner(bs, lambda: LabelSmoothingCrossEntropyFlat(weight=weight)), n=0, size=size, said='two means, one over samples')
@@ -216,4 +217,5 @@ def test_what_cannot_be_exact_is_said(loss, cb): compare(lambda bs: learner(bs, 
 @pytest.mark.by_default('<lambda>0', '<lambda>3')
 def test_no_false_alarm(cbs): compare(lambda bs: learner(bs, sums), cbs, n=0, lr=.002)
 
+@pytest.mark.whole
 def test_a_rank_without_a_part_and_batch_norm(): compare(lambda bs: learner(bs, bn=True, n=50), size=3, tol=1e-4)
