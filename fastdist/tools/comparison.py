@@ -83,15 +83,11 @@ def _columns(a, b):
     columns = []
     for k,(shape,x) in a.items():
         if k[:2]==('the batch',0) and k in b and b[k][0]==shape: columns.append((x,b[k][1]))
-    res = []
-    for xs in zip(*columns):
-        fit = len({*map(len, xs)})==1
-        res.append(torch.stack(xs).T.nan_to_num() if fit else torch.zeros(0, 0))
-    return res or [torch.zeros(0, 0)]*2
+    if not columns or any(len({*map(len, o)})>1 for o in zip(*columns)): return None,None
+    return [torch.stack(o).T.nan_to_num() for o in zip(*columns)]
 
-def _numbers_of_samples(a, b):
+def _identifying(a, b):
     "Return the columns of `a` and `b` that have the same numbers; all of them if these do not identify the samples of `a`"
-    if a.shape!=b.shape: return a,b
     same = (a.sort(0)[0]-b.sort(0)[0]).abs().amax(0)<1e-4
     if not same.any(): return a,b
     distinct,of_all = [len(torch.unique((o*1e4).round(), dim=0)) for o in (a[:,same],a)]
@@ -104,10 +100,12 @@ def matching(
 )->Tensor: # Indices; `None` where they are other samples
     "Return for each sample of `a` where it is in `b`"
     a,b = _columns(a, b)
-    if not len(a) or len(b)<len(a) or a.shape[1:]!=b.shape[1:]: return
+    if a is None or len(b)<len(a): return
     size = a.abs().amax(0).clamp_min(1e-30)
-    a,b = _numbers_of_samples(a/size, b/size)
-    if a.shape==b.shape and (a-b).abs().max()<1e-4: return torch.arange(len(a))
+    a,b = a/size,b/size
+    if len(a)==len(b):
+        a,b = _identifying(a, b)
+        if (a-b).abs().max()<1e-4: return torch.arange(len(a))
     far = torch.cdist(a, b)
     lost,more = (far.amin(1)>=1e-4).sum(),(far.amin(0)>=1e-4).sum()
     if not lost and more<=len(b)-len(a): return far.argmin(1)
@@ -116,13 +114,13 @@ def matching(
 def first_place(
     a:dict, # Samples of one run, from `joined`
     b:dict, # Those of the other
+    at:Tensor, # From `matching`; other samples are compared by their place
     floor:float # Relative difference that rounding explains
 )->str: # Empty where no place differs
     "Return the first transform, module or callback that gave other values for the same samples"
-    at = matching(a, b)
     for k,(_,x) in a.items():
-        where = torch.arange(len(x)) if at is None else at # other samples: where they came from is looked for by place
-        if (distance(a, b, k, where) or 0.)>floor: return k[0]
+        off = distance(a, b, k, torch.arange(len(x)) if at is None else at)
+        if off and off>floor: return k[0]
     return ''
 
 # %% ../../nbs/806_tools.comparison.ipynb #8c5cc26b
@@ -157,8 +155,7 @@ class Row:
 # %% ../../nbs/806_tools.comparison.ipynb #dd156ce2
 _samples,_batch,_predicted = 'the samples of the batch','the batches that make a step','the predictions'
 
-def _samples_of(ranks, k): return joined([o[k] for o in ranks])
-def _fits(a, b): return math.inf if matching(a, b) is None else 0.
+def _samples_of(ranks, k): return joined([o[k] for o in ranks]) if ranks else {}
 
 def _cancelled(moments):
     "Return in words where `moments` cancelled a batch"
@@ -167,30 +164,27 @@ def _cancelled(moments):
 
 # %% ../../nbs/806_tools.comparison.ipynb #dd156ce3
 class Moment:
-    "The same moment of two runs, and of repetitions of the first; gives a `Row` for each value of rank 0 in the first run"
+    "The same moment of two runs, and of a repetition of the first; gives a `Row` for each value of rank 0 in the first run"
     def __init__(self,
         a:list, # Of all ranks of the first run
         b:list, # Of all ranks of the second
-        again:list, # Of rank 0 in repetitions of the first
+        again:list, # Of all ranks of the repetition; empty where there is none
         draws:list # Names of who draws random numbers in one of them
     ):
         store_attr()
         self.one = a[0]
-        self.points,self.many = _samples_of(a, 'points'),_samples_of(b, 'points')
-        self.single,self.repeated = _samples_of(a[:1], 'points'),[_samples_of([o], 'points') for o in again]
-        self.samples = _samples_of(a, 'samples'),_samples_of(b, 'samples')
-        self.matches = matching(self.points, self.many)
+        self.points,self.many,self.repeated = [_samples_of(o, 'points') for o in (a,b,again)]
+        self.matches,self.rematches = matching(self.points, self.many),matching(self.points, self.repeated)
         self.floor = max(o['floor'] for o in (*a, *b))
         if not again: self.floor *= 10 # nothing is known of rounding
         self.sizes = scales(self.one['values'])
 
-    def row(self, name, gap, rounding, rank=0, values=(), clock=False, low=0.):
+    def _row(self, name, gap, rounding, rank=0, values=(), clock=False, low=0.):
         "Return a `Row`; `clock` tells of a number that may be one, and `low` of a value that rounding changes more"
-        low,most = max(self.floor, low),1e-2 # that rounding may make
-        if clock: most = 1e-3
+        low = max(self.floor, low)
+        most = 1e-3 if clock else 1e-2 # that rounding may make
         if self.draws: most = 10*self.floor
-        random = clock and gap>low
-        if self.again: random = rounding>most
+        random = rounding>most if self.again else clock and gap>low
         differs = not random and gap>max(low, 30*rounding)
         return Row(self.one['fit'], self.one['part'], self.one['i'], name, gap, rounding, rank, differs, random, values)
 
@@ -198,49 +192,45 @@ class Moment:
         "Return samples of the batch first, then what is computed of them, then what objects hold, at last predictions"
         res,part = [],self.one['part']
         if part!='end':
-            again = max([_fits(self.single, o) for o in self.repeated], default=0.)
-            res.append(self.row(_samples, _fits(self.points, self.many), again))
+            other,reordered = [math.inf if o is None else 0. for o in (self.matches,self.rematches)]
+            res.append(self._row(_samples, other, reordered if self.again else 0.))
         losses = ('loss','Recorder.losses','learn.smooth_loss') if self._has_own_losses() else ()
         for n,v in self.one['values'].items():
             if not n.startswith(losses): res.append(self._value(n, v))
-        if part=='validation': res.append(self._predictions())
+        if part=='validation':
+            k = _predicted,0,0
+            off,rounding = distance(self.points, self.many, k, self.matches),distance(self.points, self.repeated, k, self.rematches)
+            res.append(self._row(_predicted, off or 0., rounding or 0.))
         return res
 
     def _has_own_losses(self):
         "Return whether losses are those of one rank's samples until the epoch ends, as in an accumulation window"
         for run in (self.a,self.b):
             losses = [o['values']['loss'] for o in run if 'loss' in o['values']]
-            for o in losses[1:]:
-                if gap(losses[0], o)>self.floor: return True
+            if any(gap(losses[0], o)>self.floor for o in losses): return True
         return False
 
     def _value(self, name, v):
-        scale,there,rounding,pair = self.sizes.get(_kind(name), 0.),{},0.,()
-        for rank,o in enumerate(self.b):
-            if name in o['values']: there[rank] = gap(v, o['values'][name], scale)
-        rank = max(there, key=there.get, default=0)
-        g = there.get(rank, math.inf)
-        if g==math.inf: g = self._of_samples(name)
-        for o in self.again:
-            w = o['values'].get(name)
-            rounding = max(rounding, gap(v, w, scale) if w else math.inf)
-        if there:
+        kind = _kind(name)
+        scale,rounding,values = self.sizes.get(kind, 0.),0.,()
+        gaps = {r:gap(v, o['values'][name], scale) for r,o in enumerate(self.b) if name in o['values']}
+        rank = max(gaps, key=gaps.get, default=0)
+        most = gaps.get(rank, math.inf)
+        if most==math.inf: most = self._of_samples(name)
+        if self.again:
+            w = self.again[0]['values'].get(name)
+            rounding = gap(v, w, scale) if w else math.inf
+        if gaps:
             w = self.b[rank]['values'][name]
-            if len(v[1])==len(w[1])==1: pair = v[1].item(),w[1].item()
+            if len(v[1])==len(w[1])==1: values = v[1].item(),w[1].item()
         clock = v[2] and v[0]==() and v[1].is_floating_point()
-        return self.row(name, g, rounding, rank, pair, clock, 3e-4 if _kind(name) else 0.)
+        return self._row(name, most, rounding, rank, values, clock, 3e-4 if kind else 0.)
 
     def _of_samples(self, name):
         "Return the distance between samples in the value `name`, infinity where not every rank has some"
-        a,b = self.samples
-        res = distance(a, b, name, self.matches)
-        if res is None and self.one['part']=='end' and self.matches is None and name in a and name in b: return 0. # one rank had a later last batch
-        return ifnone(res, math.inf)
-
-    def _predictions(self):
-        k,rounding = (_predicted,0,0),0.
-        for o in self.repeated: rounding = max(rounding, distance(self.single, o, k, matching(self.single, o)) or 0.)
-        return self.row(_predicted, distance(self.points, self.many, k, self.matches) or 0., rounding)
+        a,b = _samples_of(self.a, 'samples'),_samples_of(self.b, 'samples')
+        if self.one['part']=='end' and self.matches is None and name in a and name in b: return 0. # one rank had a later last batch
+        return ifnone(distance(a, b, name, self.matches), math.inf)
 
     def may_coincide(self,
         row:Row, # One of `rows`
@@ -257,9 +247,9 @@ class Moment:
         "Return where samples first differ, before anybody draws that draws otherwise in a repetition"
         if row.part=='end': return ''
         floor,draws = max(1e-4, 30*min(row.rounding, 1e-3)),self.draws
-        if self.again: draws = [first_place(self.single, o, floor) for o in self.repeated]
+        if self.again: draws = [first_place(self.points, self.repeated, self.rematches, floor)]
         before = dict(takewhile(lambda o: o[0][0] not in draws, self.points.items()))
-        return first_place(before, self.many, floor)
+        return first_place(before, self.many, self.matches, floor)
 
     def origin(self,
         row:Row # That differs
@@ -294,30 +284,28 @@ def read_trace(
     return res
 
 # %% ../../nbs/806_tools.comparison.ipynb #57353139
-def _having(ranks, k): return [o[k] for o in ranks if k in o]
-
 class Comparison:
     "Report of two traces: `ok`, the `first` value that differs and its `origin`, and `rows` of all that was compared"
     def __init__(self,
         a, # Path of a trace
         b, # Path of the trace that should be the same
-        *again # Traces of other runs of the first script, which show what rounding does and what is random
+        again=None # Trace of another run of the first script, which shows what rounding does and what is random
     ):
-        one,many = map(read_trace, (a,b))
-        rest = [o[0] for o in map(read_trace, again)]
-        everything = [o for rank in (*one, *many) for o in rank.values()]
+        runs = read_trace(a),read_trace(b),read_trace(again) if again else []
+        one,many,_ = runs
+        everything = [o for rank in one+many for o in rank.values()]
         self.names,self.sizes,self.repeated = (a,b),(len(one),len(many)),bool(again)
         self.draws = uniqueify(n for o in everything for n in o['draws'])
         self.floor = max([o['floor'] for o in one[0].values()], default=0.)
         self.rows,moments = [],{}
         for k in one[0]|many[0]:
-            a,b,again = _having(one, k),_having(many, k),_having(rest, k)
-            if a and b:
-                moments[k] = Moment(a, b, again, self.draws)
+            first_run,second,repetition = [[o[k] for o in ranks if k in o] for ranks in runs]
+            if first_run and second:
+                moments[k] = Moment(first_run, second, repetition, self.draws)
                 self._add(moments[k])
             else: # only one of the runs has it
-                known = len(again)==len(rest)
-                self.rows.append(Row(*k, _batch, math.inf, 0., differs=known, random=not known))
+                random = self.repeated and not repetition
+                self.rows.append(Row(*k, _batch, math.inf, 0., differs=not random, random=random))
         self.origin,row = '',self.first
         if row: # of a moment that only one of the runs has, all moments are looked at
             found = moments.get((row.fit,row.part,row.step))

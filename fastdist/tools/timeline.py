@@ -15,17 +15,16 @@ a slow device or a slow callback, *moving spots* are data, *stripes* are checkpo
 
 # %% auto #0
 __all__ = ['own_parts', 'shown_parts', 'Steps', 'Late', 'waited_for', 'find_late', 'sentence', 'shifts', 'trace_events',
-           'History', 'log_numbers', 'Timeline']
+           'History', 'Timeline']
 
 # %% ../../nbs/804_tools.timeline.ipynb #5194cf0d
-import json,numpy as np,pandas as pd,sys,torch
+import json,numpy as np,pandas as pd,torch
 from dataclasses import dataclass
 from io import BytesIO
 from math import ceil
 from textwrap import fill
 from fastcore.all import *
 from fastai.basics import *
-from ..launch.group import *
 from ..launch.callbacks import *
 from ..comm.collective_log import *
 from ..comm.collectives import *
@@ -86,11 +85,6 @@ def _in_blocks(ms):
     longest = np.quantile(ms.max(0), .95, method='lower')
     return np.add.reduceat(np.minimum(ms, longest), np.arange(count)*n//count, 1)
 
-def _waited_for(s):
-    "Return how long the others wait, in the mean, for the last rank of each step; 0 for all ranks but the last"
-    mean,last = s.waiting.sum(0)/(s.size-1),s.waiting.argmin(0)
-    return np.where(np.arange(s.size)[:,None]==last, mean, 0.)
-
 # %% ../../nbs/804_tools.timeline.ipynb #d76f3fad
 def find_late(
     s:Steps, # Of all ranks
@@ -98,12 +92,12 @@ def find_late(
 )->Late:
     "Return the rank, or the two ranks, for which the others wait"
     if s.size==1 or s.n<7: return Late([])
-    cost,late = _in_blocks(_waited_for(s)),_in_blocks(s.lateness)
-    order,whole = cost.sum(1).argsort()[::-1],cost.sum()
-    if whole<least*s.total.mean()*s.n: return Late([])
+    cost,late = _in_blocks(waited_for(s)),_in_blocks(s.lateness)
+    order,total = cost.sum(1).argsort()[::-1],cost.sum()
+    if total<least*s.total.mean()*s.n: return Late([])
     for k,most in ((1,.75),(2,.8)):
         ranks,others = order[:k],order[k:]
-        if s.size<2*k or cost[ranks].sum()<most*whole: continue
+        if s.size<2*k or cost[ranks].sum()<most*total: continue
         later = late[ranks]>late[others].mean(0)
         if (later.mean(1)>=.9).all(): return _described(s, np.sort(ranks), others)
     return Late([])
@@ -197,17 +191,6 @@ def _axes(size, height, bar):
     ax.set(yticks=range(size), yticklabels=[f'rank {r}' for r in range(size)])
     return ax
 
-# %% ../../nbs/804_tools.timeline.ipynb #5976d418
-def log_numbers(
-    learn:Learner, # With callbacks that log, perhaps
-    numbers:dict # Name -> number
-):
-    "Give `numbers` to TensorBoard and to Weights & Biases, where their callbacks are on `learn`"
-    for own in [vars(cb) for cb in learn.cbs if is_rank0_only(cb)]:
-        if '_wandb_step' in own: sys.modules['wandb'].log(numbers, step=own['_wandb_step'])
-        if not hasattr(own.get('writer'), 'add_scalar'): continue
-        for k,v in numbers.items(): own['writer'].add_scalar(k, v, learn.train_iter)
-
 # %% ../../nbs/804_tools.timeline.ipynb #91b9a574
 class Timeline(OverridingCallback):
     "Record where the time of a fit goes; `str`, `plot`, `plot_steps`, `table` and `save` show the newest fit"
@@ -251,7 +234,6 @@ class Timeline(OverridingCallback):
         self.clock.end_rows()
         with exchange('timeline'): tables = gather_rows(torch.from_numpy(self.clock.table()))
         self.history.add([o.numpy() for o in tables])
-        if not this_world().rank: log_numbers(self.learn, self.numbers())
 
     @property
     def steps(self)->Steps:
@@ -268,13 +250,6 @@ class Timeline(OverridingCallback):
         res = pd.DataFrame({k:v.sum(1)/max(s.n, 1) for k,v in times.items()})
         if h.heads: res['validation'] = sum(o[:,1] for o in h.heads)/1e6/max(h.n, 1)
         return res.rename_axis('rank')
-
-    def numbers(self)->dict: # Name -> milliseconds a step, but for the share
-        "Return the parts in the mean over ranks, the lateness of each rank, and the share of time that ranks wait"
-        t,s = self.table(),self.steps
-        late = t.pop('late')
-        res = {f'timeline/{k}':v for k,v in t.mean().items()} | {f'timeline/late/rank {r}':v for r,v in late.items()}
-        return res | {'timeline/share of waiting':s.waiting.sum()/max(s.total.sum(), 1e-9)}
 
     def plot(self): # Matplotlib's axes
         "Draw one stacked bar for each rank, below the sentence that says who is late"

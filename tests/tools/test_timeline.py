@@ -310,30 +310,3 @@ def test_the_trace_has_all_ranks_above_each_other():
     assert len(ends[0])>5
     apart = [max(o[i] for o in ends)-min(o[i] for o in ends) for i in ends[0]]
     assert np.median(apart)<np.median(np.diff(sorted(ends[0].values()))), apart # less than a step
-
-class Logs(Callback):
-    "Keeps what is logged, as TensorBoard's callback has its writer"
-    rank0_only,order = True,Recorder.order+1
-    def before_fit(self): self.writer,self.said = self,{}
-    def add_scalar(self, k, v, step): self.said[k,step] = v
-
-def logged(rank):
-    cb = Logs()
-    t = quiet(digits(240, bs=8), 2, cbs=[Timeline(),cb])
-    return vars(cb).get('said'),t.numbers()
-
-def test_numbers_are_logged_once_an_epoch():
-    (said,now),(other,_) = on_ranks(logged, join=False)
-    test_eq(other, None)
-    test_eq({k for _,k in said}, {12,24})
-    for k in ('forward','waiting','late/rank 1','share of waiting'): test_eq(said[f'timeline/{k}',24], now[f'timeline/{k}'])
-
-def boarded(rank):
-    from fastai.callback.tensorboard import TensorBoardCallback
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    quiet(digits(240, bs=8), 2, cbs=[Timeline(),TensorBoardCallback('logs', trace_model=False, log_preds=False)])
-    return rank==0 and len(EventAccumulator('logs').Reload().Scalars('timeline/backward'))
-
-def test_tensorboard_gets_them():
-    pytest.importorskip('tensorboard')
-    test_eq(on_ranks(boarded, join=False), [2,False])
