@@ -43,39 +43,35 @@ from .world import *
 class Option:
     "Values that an option of Accelerate takes, and why a Learner or a loop of the user's own refuses it"
     def __init__(self,
-        kind=object, # Class of the values, or an enum of their names; any value by default
+        check:callable=noop, # Called with name and value; raises `OptionError` for a value that the option does not take
         learner='', # Why a Learner refuses it: a text with a hint, or a function of the value; empty where it does not
-        loop='', # The same for a loop of the user's own
-        must:str='', # What the value must be; from `kind` by default
-        hint:str='' # Added to the error of a wrong value
+        loop='' # The same for a loop of the user's own
     ): store_attr()
-
-    def check(self,
-        name:str, # Of the option
-        v # Value, not `None`
-    ):
-        "Raise `OptionError` unless the option takes the value `v`"
-        if isinstance(self.kind, type(Enum)):
-            for o in v if isinstance(v, (list,tuple)) else [v]: self._check_name(name, o)
-        elif not isinstance(v, self.kind):
-            raise OptionError(name, v, self.hint, must=self.must or f'a {self.kind.__name__} of accelerate.utils')
-
-    def _check_name(self, name, v):
-        names = [str(o).lower() for o in self.kind]
-        if isinstance(v, (str,Enum)): known = str(v).lower() in names
-        else: known = self.kind is LoggerType # a tracker may be an object
-        if not known: raise OptionError(name, str(v) if isinstance(v, Enum) else v, must=f'one of {", ".join(names)}')
 
     def refused(self,
         v, # Value
         own_loop:bool # As for `check_options`
     )->str: # Empty where it is honoured
         "Return why the value `v` is refused by all that may have the option"
-        reasons = []
-        if own_loop is not True: reasons.append(self.learner)
-        if own_loop is not False: reasons.append(self.loop)
+        reasons = {False:[self.learner], True:[self.loop], None:[self.learner,self.loop]}[own_loop]
         if not all(reasons): return ''
         return reasons[0](v) if callable(reasons[0]) else reasons[0]
+
+# %% ../../nbs/010_launch.options.ipynb #9cc9bfe1
+def _is(kind, must='', hint=''):
+    "Return a check for values of the class `kind`"
+    def check(name, v):
+        if not isinstance(v, kind): raise OptionError(name, v, hint, must=must or f'a {kind.__name__} of accelerate.utils')
+    return check
+
+def _names(kind, objects=False):
+    "Return a check for names of the enum `kind`; with `objects` for any object too, such as a tracker"
+    names = [str(o).lower() for o in kind]
+    def check(name, v):
+        for o in listify(v):
+            known = str(o).lower() in names or objects and not isinstance(o, (str,Enum))
+            if not known: raise OptionError(name, o, must=f'one of {", ".join(names)}')
+    return check
 
 # %% ../../nbs/010_launch.options.ipynb #10000001
 def check_choice(
@@ -90,11 +86,10 @@ def check_choice(
 def _zero(stage, offload):
     "Return why DeepSpeed is refused, with the setting that does what ZeRO of `stage` does"
     if stage==0 and not offload: return 'ZeRO-0 divides nothing. HINT: leave it out; each rank then holds the whole model'
-    fields,name,more = [],f'ZeRO-{stage}',''
+    name,more = f'ZeRO-{stage}',''
     if stage is None: name,more = "DeepSpeed's ZeRO",'; a plugin with reshard_after_forward=False does what ZeRO-1 and ZeRO-2 do'
-    if stage in (1,2): fields.append('reshard_after_forward=False')
-    if offload: fields.append('cpu_offload=True')
-    plugin = f', fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, {", ".join(fields)})' if fields else ''
+    fields = ', reshard_after_forward=False'*(stage in (1,2)) + ', cpu_offload=True'*offload
+    plugin = f', fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2{fields})' if fields else ''
     return f"{name} is torch's FSDP2 here. HINT: learn.distrib_ctx(shard=True{plugin}){more}"
 
 # %% ../../nbs/010_launch.options.ipynb #701d8d6a
@@ -102,15 +97,14 @@ def _zero_env(env):
     "Return why DeepSpeed, as `accelerate launch` asks for it, is refused; a file may say the stage"
     stage = env.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '' if 'ACCELERATE_DEEPSPEED_CONFIG_FILE' in env else '2')
     devices = {env.get(f'ACCELERATE_DEEPSPEED_OFFLOAD_{o}_DEVICE', '').lower() for o in ('PARAM','OPTIMIZER')}
-    return _zero(int(stage) if stage.isdigit() else None, bool(devices-{'','none'}))
+    return _zero(int(stage) if stage.isdigit() else None, devices-{'','none'}!=set())
 
 def _zero_plugin(plugin):
     "Return why a plugin for DeepSpeed, or the first in a dict of them, is refused"
     if isinstance(plugin, dict): plugin = first(plugin.values())
-    cfg = (getattr(plugin, 'deepspeed_config', None) or {}).get('zero_optimization', {})
-    stage = cfg.get('stage', getattr(plugin, 'zero_stage', None))
-    devices = {(cfg.get(f'offload_{o}') or {}).get('device') for o in ('param','optimizer')}
-    return _zero(stage if isinstance(stage, int) else None, bool(devices-{None,'','none'}))
+    cfg = plugin.deepspeed_config['zero_optimization']
+    stage,devices = cfg.get('stage'),{cfg.get(f'offload_{o}', {}).get('device') for o in ('param','optimizer')}
+    return _zero(stage if isinstance(stage, int) else None, devices-{None,'none'}!=set())
 
 # %% ../../nbs/010_launch.options.ipynb #d46f2bdc
 _replicas = ('a loop of your own has replicas here. HINT: accelerate.Accelerator itself shards it on GPUs; a Learner is sharded by '
@@ -135,40 +129,54 @@ def _refused_handlers(handlers):
     known = ', '.join(o.__name__ for o in _handlers)
     for h in handlers:
         if not isinstance(h, _handlers):
-            raise OptionError('kwargs_handlers', h, f'a Learner does not ask for it. HINT: one of {known}')
+            raise OptionError('kwargs_handlers', h, f'a Learner does not use it. HINT: one of {known}')
+
+# %% ../../nbs/010_launch.options.ipynb #d46f2bde
+def _check_steps(name, n):
+    if not isinstance(n, int) or n<1: raise OptionError(name, n, must='an integer of at least 1')
+
+def _check_plugin(name, plugin):
+    _is(GradientAccumulationPlugin)(name, plugin)
+    _check_steps('gradient_accumulation_steps', ifnone(plugin.num_steps, 1))
+
+def _check_handlers(name, handlers):
+    if not isinstance(handlers, (list,tuple)): raise OptionError(name, handlers, must='a list')
+    for i,h in enumerate(handlers):
+        if not isinstance(h, KwargsHandler): raise OptionError(name, h, must='a list of handlers of accelerate.utils')
+        kind = type(h)
+        if kind in map(type, handlers[:i]): raise OptionError(name, h, f'there is another {kind.__name__}. HINT: one of each class')
 
 # %% ../../nbs/010_launch.options.ipynb #249bcfb1
 def _own(hint): return f'fastai has its own way. HINT: {hint}'
 
 _by_fastai = _own('learn.to_fp16(), learn.to_bf16(), Accelerator(mixed_precision=...).distribute or `accelerate config`')
 _by_callback = _own('leave it out; a callback such as CSVLogger or WandbCallback')
-_bool = dict(kind=bool, must='True or False')
+_bool = _is(bool, 'True or False')
+_other_layout = Option(learner=_instead, loop=_instead)
+_deepspeed = Option(learner=_zero_plugin, loop=_zero_plugin)
 
 option_table = dict(
-    device_placement=Option(**_bool, learner='fastai places model and batches. HINT: leave it out'),
-    split_batches=Option(**_bool),
-    cpu=Option(**_bool),
-    mixed_precision=Option(PrecisionType, _by_fastai),
-    fp16=Option(object, _by_fastai),
-    gradient_accumulation_steps=Option(),
-    gradient_accumulation_plugin=Option(GradientAccumulationPlugin, _refused_steps),
-    step_scheduler_with_optimizer=Option(**_bool, learner=_own('leave it out; fastai schedules by batches')),
-    dataloader_config=Option(DataLoaderConfiguration, _refused_loaders),
-    rng_types=Option(RNGType, 'ranks agree on the order of the data by themselves, and on nothing else that is random. '
+    device_placement=Option(_bool, 'fastai places model and batches. HINT: leave it out'),
+    split_batches=Option(_bool),
+    cpu=Option(_bool),
+    mixed_precision=Option(_names(PrecisionType), _by_fastai),
+    fp16=Option(learner=_by_fastai),
+    gradient_accumulation_steps=Option(_check_steps),
+    gradient_accumulation_plugin=Option(_check_plugin, _refused_steps),
+    step_scheduler_with_optimizer=Option(_bool, _own('leave it out; fastai schedules by batches')),
+    dataloader_config=Option(_is(DataLoaderConfiguration), _refused_loaders),
+    rng_types=Option(_names(RNGType), 'ranks agree on the order of the data by themselves, and on nothing else that is random. '
         'HINT: leave it out'),
-    kwargs_handlers=Option(object, _refused_handlers),
-    log_with=Option(LoggerType, _by_callback),
-    logging_dir=Option(object, _by_callback),
-    project_dir=Option((str,os.PathLike), must='a path'),
-    project_config=Option(ProjectConfiguration),
-    dynamo_backend=Option(DynamoBackend),
-    dynamo_plugin=Option(TorchDynamoPlugin),
-    fsdp_plugin=Option(FullyShardedDataParallelPlugin, loop=_replicas, hint='HINT: shard=True'),
-    deepspeed_plugin=Option(object, _zero_plugin, _zero_plugin),
-    deepspeed_plugins=Option(object, _zero_plugin, _zero_plugin),
-    torch_tp_plugin=Option(object, _instead, _instead),
-    megatron_lm_plugin=Option(object, _instead, _instead),
-    parallelism_config=Option(object, _instead, _instead))
+    kwargs_handlers=Option(_check_handlers, _refused_handlers),
+    log_with=Option(_names(LoggerType, objects=True), _by_callback),
+    logging_dir=Option(learner=_by_callback),
+    project_dir=Option(_is((str,os.PathLike), 'a path')),
+    project_config=Option(_is(ProjectConfiguration)),
+    dynamo_backend=Option(_names(DynamoBackend)),
+    dynamo_plugin=Option(_is(TorchDynamoPlugin)),
+    fsdp_plugin=Option(_is(FullyShardedDataParallelPlugin, hint='HINT: shard=True'), loop=_replicas),
+    deepspeed_plugin=_deepspeed, deepspeed_plugins=_deepspeed,
+    torch_tp_plugin=_other_layout, megatron_lm_plugin=_other_layout, parallelism_config=_other_layout)
 
 _either = [('gradient_accumulation_steps','gradient_accumulation_plugin'), ('dynamo_backend','dynamo_plugin'),
     ('deepspeed_plugin','deepspeed_plugins')]
@@ -176,33 +184,19 @@ fastai_has_own = ['mixed_precision','fp16','log_with','logging_dir','step_schedu
 accelerate_defaults = {k:p.default for k,p in signature(HFAccelerator.__init__).parameters.items() if k!='self'}
 
 # %% ../../nbs/010_launch.options.ipynb #5c34724d
-def _check_steps(n):
-    if not isinstance(n, int) or n<1: raise OptionError('gradient_accumulation_steps', n, must='an integer of at least 1')
-
-def _check_handlers(handlers):
-    if not isinstance(handlers, (list,tuple)): raise OptionError('kwargs_handlers', handlers, must='a list')
-    seen = set()
-    for h in handlers:
-        if not isinstance(h, KwargsHandler): raise OptionError('kwargs_handlers', h, must='a list of handlers of accelerate.utils')
-        if type(h) in seen: raise OptionError('kwargs_handlers', h, f'there is another {type(h).__name__}. HINT: one of each class')
-        seen.add(type(h))
-
 def check_options(
     own_loop:bool=False, # `True` for a training loop of the user's own, `False` for a Learner, `None` where either may follow
     **kwargs # As for Accelerate's `Accelerator`
 ):
     "Raise `OptionError` for the first of `kwargs` that has a wrong value or would have no effect"
     given = {k:v for k,v in kwargs.items() if v is not None and v is not accelerate_defaults.get(k)}
-    for k,v in given.items(): option_table.get(k, Option()).check(k, v)
-    _check_handlers(given.get('kwargs_handlers', []))
-    _check_steps(given.get('gradient_accumulation_steps', 1))
-    _check_steps(ifnone(getattr(given.get('gradient_accumulation_plugin'), 'num_steps', None), 1))
+    rows = {k:option_table.get(k, Option()) for k in given}
+    for k,row in rows.items(): row.check(k, given[k])
     for a,b in _either:
-        if given.get(a, 1)!=1 and b in given: raise OptionError(a, given[a], f'there is a {b} as well. HINT: set one of them')
-    for k,v in given.items():
-        if v==accelerate_defaults.get(k): continue
-        why = option_table.get(k, Option()).refused(v, own_loop)
-        if why: raise OptionError(k, v, why)
+        if {a,b}<=set(given): raise OptionError(a, given[a], f'there is a {b} as well. HINT: set one of them')
+    for k,row in rows.items():
+        why = row.refused(given[k], own_loop)
+        if why: raise OptionError(k, given[k], why)
 
 # %% ../../nbs/010_launch.options.ipynb #8a2f9104
 _synonyms = dict(num_processes='nprocs', devices='nprocs', n_procs='nprocs', sync_batchnorm='sync_bn', precision='mixed_precision',
@@ -247,7 +241,7 @@ def asked_steps(
 )->int: # 1 by default
     "Return the number of batches in one step of the optimizer that `accelerate launch` or its YAML file asks for"
     n = env.get('ACCELERATE_GRADIENT_ACCUMULATION_STEPS', '1')
-    _check_steps(int(n) if n.isdigit() else n)
+    _check_steps('gradient_accumulation_steps', int(n) if n.isdigit() else n)
     return int(n)
 
 # %% ../../nbs/010_launch.options.ipynb #10000003
@@ -262,17 +256,15 @@ def asked_precision(
     return res
 
 # %% ../../nbs/010_launch.options.ipynb #a7c20002
-_features = dict(ACCELERATE_USE_FSDP=lambda env: _replicas, ACCELERATE_USE_DEEPSPEED=_zero_env,
-    ACCELERATE_USE_MEGATRON_LM=lambda env: _instead, ACCELERATE_USE_PARALLELISM_CONFIG=lambda env: _instead)
-
 def check_env(
     env:dict, # Environment variables
     own_loop:bool=False # As for `check_options`
 ):
     "Raise `OptionError` for the first feature in `env` that `accelerate config` sets and fastdist does not honour"
-    for key,why in _features.items():
-        if key=='ACCELERATE_USE_FSDP' and not own_loop: continue
-        if _is_on(env, key): raise OptionError(key, env[key], why(env))
+    refused = dict(ACCELERATE_USE_DEEPSPEED=_zero_env(env), ACCELERATE_USE_MEGATRON_LM=_instead, ACCELERATE_USE_PARALLELISM_CONFIG=_instead)
+    if own_loop: refused['ACCELERATE_USE_FSDP'] = _replicas
+    for key,why in refused.items():
+        if _is_on(env, key): raise OptionError(key, env[key], why)
     asked_precision(env)
     asked_steps(env)
 
@@ -327,9 +319,9 @@ def group_options(
     h = handler_of(kwargs_handlers, InitProcessGroupKwargs)
     if not h or w.size==1: return {}
     if dist.is_initialized():
-        raise OptionError('kwargs_handlers', h, 'the process group stands already. HINT: leave it out, or make no group before')
+        raise OptionError('kwargs_handlers', h, 'the process group exists already. HINT: leave it out, or make no group before')
     if h.init_method not in (None,'env://'):
-        raise OptionError('init_method', h.init_method, 'the launcher says where ranks meet. HINT: leave it out')
+        raise OptionError('init_method', h.init_method, 'the launcher sets where ranks meet. HINT: leave it out')
     backend = h.to_kwargs().get('backend')
     if backend and 'nccl' in backend and w.device.type=='cpu':
         raise OptionError('backend', backend, 'CPU ranks need gloo. HINT: leave it out')
@@ -366,11 +358,14 @@ def open_accelerate(
     new = not has_state()
     if options.pop('split_batches', None) is True: # Accelerate takes it, and goes by its DataLoaderConfiguration alone
         options['dataloader_config'] = replace(options.get('dataloader_config') or DataLoaderConfiguration(), split_batches=True)
-    with accelerate_env(w, cpu_fp16): acc = HFAccelerator(cpu=w.device.type=='cpu', **options)
-    if acc.num_processes==w.size: return acc
-    if new: forget_state()
-    raise OptionError('Accelerator()', acc.num_processes,
-        f'it was made before and found {acc.num_processes} processes, but there are {w.size}. HINT: make it inside the context')
+    try:
+        with accelerate_env(w, cpu_fp16): acc = HFAccelerator(cpu=w.device.type=='cpu', **options)
+        if acc.num_processes==w.size: return acc
+        raise OptionError('Accelerator()', acc.num_processes,
+            f'it was made before and found {acc.num_processes} processes, but there are {w.size}. HINT: make it inside the context')
+    except BaseException:
+        if new: forget_state()
+        raise
 
 # %% ../../nbs/010_launch.options.ipynb #be524cfc
 class ProcessAccelerator:
@@ -379,27 +374,21 @@ class ProcessAccelerator:
         world:World, # This process's world
         **options # Those that `check_options` accepts
     ):
-        self.world,self.owned,self.acc,self.carry = world,not has_state(),None,None
+        self.world,self.owned,self.carry,self.precision = world,not has_state(),None,asked_precision(os.environ)
         handlers = options.pop('kwargs_handlers', None) or []
         self.ddp_options = handler_of(handlers, DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
         self.scaler_options,self.autocast_options = handler_of(handlers, GradScalerKwargs),handler_of(handlers, AutocastKwargs)
         rest = [h for h in handlers if not isinstance(h, (InitProcessGroupKwargs,DistributedDataParallelKwargs))]
         for k in ('cpu','fsdp_plugin'): options.pop(k, None)
-        try: self._make(kwargs_handlers=rest, **options)
-        except BaseException:
-            self.release()
-            raise
-
-    def _make(self, **kwargs):
-        self.acc,self.precision = open_accelerate(self.world, **kwargs),asked_precision(os.environ)
-        self.accumulate = self.acc.gradient_accumulation_steps
-        self.sync_each = self.acc.gradient_state.plugin_kwargs.get('sync_each_batch', False)
-        self.acc.native_amp,self.acc.scaler = False,None
+        self.acc = acc = open_accelerate(world, kwargs_handlers=rest, **options)
+        self.accumulate = acc.gradient_accumulation_steps
+        self.sync_each = acc.gradient_state.plugin_kwargs.get('sync_each_batch', False)
+        acc.native_amp,acc.scaler = False,None
 
     def forget(self):
         "Drop the references to prepared models"
         self.carry = None
-        if self.acc: self.acc._models.clear()
+        self.acc._models.clear()
 
     def release(self):
         "Drop the references to prepared models, and reset Accelerate's global state if this object made it"
@@ -435,5 +424,5 @@ class ProcessAccelerator:
     def _buffers_each_step(self, model):
         "Return whether DDP sends buffers in each step: those of batch norm are not sent so"
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-        of_norms = sum(len(list(m.buffers(recurse=False))) for m in norms)
-        return self.ddp_options.broadcast_buffers and len(list(model.buffers()))>of_norms
+        of_norms = [o for m in norms for o in m.buffers(recurse=False)]
+        return self.ddp_options.broadcast_buffers and len(list(model.buffers()))>len(of_norms)
