@@ -16,12 +16,17 @@ def _stamp(copy): return copy.with_suffix('.ran') # touched when a build has gon
 
 def _ran(copy): return _mtime([_stamp(copy)]) if copy.exists() and _stamp(copy).exists() else 0
 
+def _asked(page):
+    "Return whether `page` is to run: `python tests` names in `PAGES` those that are not green already"
+    names = os.environ.get('PAGES')
+    return names is None or page.relative_to(root/'nbs').as_posix() in names.split(',')
+
 def stale():
     "Return the notebooks that have not run since they, or fastdist, changed"
     code = _mtime((root/'fastdist').rglob('*.py'))
     nbs = [root/'nbs/index.ipynb', *(p for o in folders for p in sorted((root/'nbs'/o).glob('*.ipynb')))]
     ran = {p:made/p.relative_to(root/'nbs') for p in nbs}
-    return {p:o for p,o in ran.items() if _ran(o)<max(code, p.stat().st_mtime)}
+    return {p:o for p,o in ran.items() if _asked(p) and _ran(o)<max(code, p.stat().st_mtime)}
 
 def run(
     workers=2 # Notebooks that run at a time

@@ -1,4 +1,4 @@
-"Numbered notebooks that have to run as tests: those whose code, or a module that it leads to, is not as at the last green run that is committed"
+"Notebooks that have to run as tests: those whose code, or what it leads to, is not as at the last green run that is committed"
 import ast,json
 from functools import cache
 from hashlib import sha256
@@ -44,10 +44,24 @@ def digest(path):
     code = _code(path)
     return sha256('\0'.join([code, *(_source(o).read_text() for o in _reached(code))]).encode()).hexdigest()[:16]
 
-def digests(): return {o.name:digest(o) for o in sorted((root/'nbs').glob('[0-9]*.ipynb'))}
+def pages(): return [root/'nbs/index.ipynb',*sorted(p for o in ('tutorials','guides','reference') for p in (root/'nbs'/o).glob('*.ipynb'))]
+
+@cache
+def _around_pages():
+    "What a page may use, also in a script that it writes: the package, examples, helpers, and what was measured"
+    files = sorted(p for o in ('fastdist','examples','benchmarks','tests/helpers') for p in (root/o).rglob('*') if p.suffix in ('.py','.json','.csv'))
+    return [o.read_text() for o in files]
+
+def page_digest(path):
+    "SHA-256 of the code of the page at `path`, and of what any page may use"
+    return sha256('\0'.join([_code(path), *_around_pages()]).encode()).hexdigest()[:16]
+
+def digests():
+    res = {o.name:digest(o) for o in sorted((root/'nbs').glob('[0-9]*.ipynb'))}
+    return res|{o.relative_to(root/'nbs').as_posix():page_digest(o) for o in pages()}
 
 def changed():
-    "Names of the notebooks that are not as they are recorded"
+    "Names of the notebooks, and paths of the pages, that are not as they are recorded"
     old = json.loads(record.read_text())
     return [k for k,v in digests().items() if old.get(k)!=v]
 

@@ -225,7 +225,7 @@ class Agent:
         link:Link, # Open
         call:tuple=None, # What ranks call, where this process is a fork of their parent; else it comes as a file
         own_gpus=False, # Whether this process sees GPUs that no other agent sees: its first rank takes the first of them
-        patience:float=8. # Seconds without a frame after which the parent process is taken for gone
+        patience:float=20. # Seconds without a frame after which the parent process is taken for gone
     ):
         self.link,self.call,self.own_gpus,self.patience = link,call,own_gpus,patience
         self.sel,self.running,self.ended,self.meeting,self.d = selectors.DefaultSelector(),[],[],None,None

@@ -377,7 +377,7 @@ class EngineError(RuntimeError):
 
 class RemoteAgent:
     "Agent on the machine `name`, at the other end of `channel`"
-    patience = 8. # seconds without a frame, in which this process was awake and none waited to be shown
+    patience = 20. # seconds without a frame, in which this process was awake and none waited to be shown
     def __init__(self, name:str, channel):
         self.name,self.channel,self.link,self.ranks,self.answers = name,channel,channel.link,{},SimpleQueue()
         self.hello,self.silent,self.taking = None,0,False

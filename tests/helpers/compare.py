@@ -66,7 +66,7 @@ def inside(mk, cases, n, bs, rank=None, call=call):
 
 def on_one(mk, size, cases, runs): return [inside(mk, cases, n, bs*size) for n,bs in runs]
 def on_all(mk, size, cases, runs, **kw):
-    return on_ranks(lambda rank: [inside(mk, cases, n, bs, rank, **kw) for n,bs in runs], size, timeout=60, join=False)
+    return on_ranks(lambda rank: [inside(mk, cases, n, bs, rank, **kw) for n,bs in runs], size, timeout=200, join=False)
 
 whole_tables = 'WHOLE' in os.environ
 
@@ -83,7 +83,7 @@ def check(mk, size, cases, runs=few, **tol):
     "Each of `cases` gives on every rank what it gives in one process; one difference is told for each"
     plan,wrong = [(*run,cs) for run,cs in zip(runs, divided(cases, runs)) if cs],{}
     one = [inside(mk, cs, n, bs*size) for n,bs,cs in plan]
-    many = on_ranks(lambda rank: [inside(mk, cs, n, bs, rank, call=attempt) for n,bs,cs in plan], size, timeout=60, join=False)
+    many = on_ranks(lambda rank: [inside(mk, cs, n, bs, rank, call=attempt) for n,bs,cs in plan], size, timeout=200, join=False)
     for rank,res in enumerate(many):
         for (n,bs,cs),a,b in zip(plan, one, res):
             for k in cs:

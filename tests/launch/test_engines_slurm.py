@@ -129,5 +129,5 @@ def test_a_node_without_its_slurmd_goes_on_and_one_that_is_killed_is_named(here_
     with running('slurmd -D -N n2', d, cluster):
         await_that(lambda: idle(cluster))
         loses('.', lambda: kill_node(cluster, d))
-        with pytest.raises(RankError, match='rank 1 on n2 failed:\nits machine was lost: nothing was heard of it'): here_is_parent().distribute(slurm_parent.stays)('.')
+        with pytest.raises(RankError, match='rank 1 on n2 failed:\nits machine was lost: nothing was received from it'): here_is_parent().distribute(slurm_parent.stays)('.')
         assert gone('.')

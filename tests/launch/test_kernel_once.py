@@ -87,7 +87,7 @@ def test_a_script_in_a_kernel(kernel):
     assert said[0]==said[1] and said[0].startswith('said second'), said
     began = psutil.Process(many.manager.provisioner.pid)
     out = many(cells[6], 'in a step')
-    assert time.monotonic()-many.pressed<5
+    assert time.monotonic()-many.pressed<30
     (name,text), = [o for o in out if o[0] not in ('stdout','stderr','display_data','update_display_data')]
     assert name=='KeyboardInterrupt' and 'parent.py' not in text, text
     assert text_of(many(cells[7]))=='True 0 5' and not began.children()

@@ -38,7 +38,7 @@ daemons = 'munged --foreground --key-file=key --socket={d}/munge.socket --pid-fi
 
 def sh(cmd, env):
     "What `cmd` says, in whatever way it ends"
-    return subprocess.run(shlex.split(cmd), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30).stdout.strip()
+    return subprocess.run(shlex.split(cmd), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120).stdout.strip()
 
 @contextmanager
 def running(cmd, d, env):

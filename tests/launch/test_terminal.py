@@ -21,7 +21,7 @@ def talk(folder, lines):
     return 'came home'
 if __name__=='__main__':
     how,folder,lines = sys.argv[1],Path(sys.argv[2]),int(sys.argv[3])
-    if lines>400: RemoteAgent.patience = 2
+    RemoteAgent.patience = 2 if lines>400 else 8
     a = Accelerator(nprocs=2, compute_setup='cpu', **(dict(engine=Here()) if how=='agent' else {}))
     res = a.distribute(talk, **({} if how=='agent' else dict(start='fork')))(folder, lines)
     (folder/'result').write_text(res)

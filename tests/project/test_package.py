@@ -81,3 +81,21 @@ def test_notebooks_run_again_where_they_or_their_modules_changed(tmp_path, monke
     test_eq(digest(), was)
     write('fastdist/base/first.py', 'one = 2')
     assert digest()!=was
+
+def test_a_page_runs_again_where_anything_changed_that_it_may_use(tmp_path, monkeypatch):
+    import notebooks
+    monkeypatch.setattr(notebooks, 'root', tmp_path)
+    write = lambda path,code: (tmp_path/path).parent.mkdir(parents=True, exist_ok=True) or (tmp_path/path).write_text(code)
+    def digest():
+        notebooks._around_pages.cache_clear()
+        return notebooks.digests()['guides/a.ipynb']
+    for o in ('nbs/index.ipynb','nbs/guides/a.ipynb'):
+        (tmp_path/o).parent.mkdir(parents=True, exist_ok=True)
+        write_nb(new_nb([mk_cell('1+1')]), tmp_path/o)
+    was = digest()
+    write('tests/data/test_x.py', 'one = 1')
+    test_eq(digest(), was)
+    for o in ('fastdist/base/first.py','examples/slurm/train.py','benchmarks/costs.csv'):
+        write(o, 'one = 1')
+        assert digest()!=was
+        was = digest()

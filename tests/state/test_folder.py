@@ -347,7 +347,7 @@ def test_data_workers_that_are_forked_while_it_writes(tmp_path):
     for k in range(2):
         writer.start(lambda: written(States(tmp_path/'run'), k, 10_000_000))
         while writer.busy:
-            test_eq(sorted(torch.cat(list(TorchLoader(Items(tmp_path, writer), batch_size=2, num_workers=2, timeout=30))).tolist()), [0,1,2,3])
+            test_eq(sorted(torch.cat(list(TorchLoader(Items(tmp_path, writer), batch_size=2, num_workers=2, timeout=120))).tolist()), [0,1,2,3])
             n += 1
         assert is_right(writer.wait())
     assert n>=2

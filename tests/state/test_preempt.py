@@ -36,7 +36,7 @@ def start_warm(warm):
     yield start
     for o in jobs: o.end()
 
-def stopped(p, tmp_path, rc, secs=15):
+def stopped(p, tmp_path, rc, secs=60):
     "What `p` says; it ends with `rc`, soon, and leaves nothing"
     out,err = p.communicate(timeout=secs)
     assert p.returncode==rc, (p.returncode,out[-1000:],err[-3000:])
@@ -80,7 +80,7 @@ def test_torchrun_is_asked_to_stop(start_warm, tmp_path):
     p = start_warm(*torchrun(script, tmp_path))
     pids = trains(tmp_path, p, 2)
     for pid in (p.pid,*pids): os.kill(pid, signal.SIGTERM)
-    err = stopped(p, tmp_path, 1, 40)
+    err = stopped(p, tmp_path, 1)
     assert states(tmp_path)[1]==2, err
 
 @pytest.mark.whole
@@ -89,7 +89,7 @@ def test_a_head_with_new_processes(start, tmp_path):
     p = start(sys.executable, script, tmp_path, 'head')
     trains(tmp_path, p, 2)
     os.kill(p.pid, signal.SIGTERM)
-    err = stopped(p, tmp_path, 143, 30)
+    err = stopped(p, tmp_path, 143)
     assert 'Traceback' not in err and 'failed' not in err and states(tmp_path)[1]==2
 
 @pytest.mark.parametrize('ask,rc', [('SIGTERM:head',143), ('SIGUSR1:head',138), ('SIGTERM:1',143), ('SIGUSR1:0',138)])
@@ -107,7 +107,7 @@ def test_notebook_launcher(start_warm, tmp_path):
     p = start_warm(sys.executable, script, tmp_path, 'notebook', free_port())
     trains(tmp_path, p, 2)
     os.kill(p.pid, signal.SIGTERM)
-    stopped(p, tmp_path, 1, 20)
+    stopped(p, tmp_path, 1)
     assert states(tmp_path)[1]==2, err
 
 # Data workers

@@ -108,7 +108,7 @@ def _gone(seconds):
     while (left := [o for o in family() if o.is_running() and o.status()!=psutil.STATUS_ZOMBIE]) and time.monotonic()<end: time.sleep(0.02)
     return left
 
-def play(timeout=60, env=None, **job):
+def play(timeout=150, env=None, **job):
     "What the terminal shows of `job`, its exit code (`None` if it took longer than `timeout`), the seconds it took, and what it left running"
     CDLL(None).prctl(36, 1) # PR_SET_CHILD_SUBREAPER
     os.environ.update(FREE_PORT=str(free_port()), **(env or {}))
