@@ -57,14 +57,15 @@ class _Open:
 
 # %% ../../nbs/100_comm.collective_log.ipynb #187f648d
 _comm = 'fastdist.comm'
-_waits = 'torch.distributed','torch.autograd.graph','torch.nn.parallel.distributed',_comm
+_waits = 'torch.distributed.','torch.autograd.graph.','torch.nn.parallel.distributed.',f'{_comm}.'
 
 def is_waiting(
     frame # Innermost frame of a thread
 )->bool:
     "Return whether a thread is in a call that waits for other ranks"
-    name = module_of(next(frames_of(frame)))
-    return any(name==o or name.startswith(o+'.') for o in _waits)
+    return _is_in(frame, _waits)
+
+def _is_in(frame, modules): return f'{module_of(next(frames_of(frame)))}.'.startswith(modules)
 
 # %% ../../nbs/100_comm.collective_log.ipynb #9005ef96
 _between = f'{_comm}.collective_log',f'{_comm}.collectives','contextlib'
@@ -85,7 +86,8 @@ def numbered(
     ranks:list # Of whole numbers
 )->str:
     "Return 'rank 1', 'ranks 1, 2' and so on"
-    return f'rank{"s" if len(ranks)>1 else ""} {", ".join(map(str, ranks[:8]))}{" and others" if len(ranks)>8 else ""}'
+    text = ', '.join(map(str, ranks[:8]))+' and others'*(len(ranks)>8)
+    return f'ranks {text}' if len(ranks)>1 else f'rank {text}'
 
 class Wait:
     "Check to call while waiting for other ranks: prints the wait after 30 s, 60 s, 120 s and so on, and raises `TimeoutError` after `timeout` seconds"
@@ -125,9 +127,12 @@ def report(
     "Return the exchange, the waiting time and the line of the main thread"
     at = ex.open[-1:] # by now it may have ended
     n,name,kind,since = at[0] if at else (ex.n,None,'',moved)
-    waits = kind not in ('','step') or is_waiting(frame) and (kind=='step' or module_of(next(frames_of(frame))).startswith('torch.distributed'))
+    waits = True
+    if kind=='': waits = _is_in(frame, 'torch.distributed.')
+    if kind=='step': waits = is_waiting(frame)
+    if kind in ('','step'): since = max(since, moved)
     if waits and name is None: name = asking(frame)
-    return dict(n=n, name=name, kind=kind, secs=now-max(since, moved if kind in ('','step') else since) if waits else 0., place=place_of(frame))
+    return dict(n=n, name=name, kind=kind, secs=now-since if waits else 0., place=place_of(frame))
 
 # %% ../../nbs/100_comm.collective_log.ipynb #3fe8c847
 def are_out_of_sync(
@@ -136,13 +141,18 @@ def are_out_of_sync(
     all_wait:bool=True # Whether every rank waits, so that no third rank can end the wait of one of these two
 )->bool:
     "Return whether two ranks wait for each other in different exchanges"
-    if 'note' in (a['kind'],b['kind']): return False
-    if a['kind'] and b['kind'] and a['n']==b['n']: return None not in (a['name'],b['name']) and a['name']!=b['name']
-    if any(_is_past(*o) for o in ((a,b), (b,a))): return True
-    cancel = 'cancel' in (a['kind'],b['kind'])
-    return a['n']!=b['n'] and (all_wait or cancel) and min(a['secs'], b['secs'])>(2 if cancel else 5)
+    kinds,differ,secs = {a['kind'],b['kind']},a['n']!=b['n'],min(a['secs'], b['secs'])
+    if 'note' in kinds: return False
+    if '' not in kinds and not differ: return None not in (a['name'],b['name']) and a['name']!=b['name']
+    if _is_past(a, b) or _is_past(b, a): return True
+    if 'cancel' in kinds: return differ and secs>2
+    return all_wait and differ and secs>5
 
-def _is_past(a, b): return a['kind']=='cancel'!=b['kind'] and None not in (a.get('pos'),b.get('pos')) and b['pos']>a['pos']
+def _is_past(a, b):
+    "Return whether `b` has passed the place in the training loop at which `a` agrees on an exception"
+    if a['kind']!='cancel' or b['kind']=='cancel': return False
+    mine,other = a.get('pos'),b.get('pos')
+    return None not in (mine,other) and other>mine
 
 # %% ../../nbs/100_comm.collective_log.ipynb #e44016f8
 def in_words(

@@ -19,6 +19,7 @@ __all__ = ['died', 'unresponsive', 'Progress', 'Judge']
 # %% ../../nbs/102_comm.progress.ipynb #d2e512d4
 import sys,threading,time,traceback
 from contextlib import contextmanager
+from itertools import chain
 from fastcore.all import *
 from ..base.tracebacks import *
 from .collective_log import *
@@ -62,11 +63,10 @@ class Progress:
         frame = frame_of(self.ident)
         if frame is None: return {}
         res = report(self.exchanges, frame, now, self.moved)
-        if res['kind']: self.waits_since = None
-        elif res['secs']: # outside of our own exchanges it is only known to wait since it was first seen to
+        if res['kind'] or not res['secs']: self.waits_since = None
+        else: # outside of our own exchanges it is only known to wait since it was first seen to
             self.waits_since = ifnone(self.waits_since, now)
             res['secs'] = now-max(self.waits_since, self.moved)
-        else: self.waits_since = None
         res['secs'] = max(0., min(res['secs'], now-self.resumed))
         idle,waits = now-self.moved,is_waiting(frame)
         stack = ''.join(traceback.format_stack(frame)) if idle>patience and not waits else None
@@ -83,7 +83,7 @@ class Judge:
         tick:float=1., # Seconds between two reports of a rank
         is_there:callable=lambda rank: True # Returns whether the process of a rank exists; asked for one that is silent
     ):
-        self.ranks,self.patience,self.tick,self.is_there = range(size),patience,tick,is_there
+        self.size,self.patience,self.tick,self.is_there = size,patience,tick,is_there
         self.heard = {} # rank -> number of its last report, and when that came
         self.notice,self.suspects = 30.,{} # seconds after which a wait is printed; ranks that seemed to be out of sync in the last look
 
@@ -95,10 +95,11 @@ class Judge:
         failed:bool=False # Whether an error is about to be raised anyway
     )->tuple: # The rank, `None` where several are stuck; the reason; whether its process is gone. `None` where all is well
         "Return whom to name"
-        lost = first(filter(None, [self._silent(r, o['nth'], now, gap) for r,o in reports.items()]))
+        lost = [self._silent(r, o['nth'], now, gap) for r,o in reports.items()]
+        lost = first(filter(None, lost))
         if lost or failed: return lost
         here = {r:o for r,o in reports.items() if o['generation']==generation and 'n' in o}
-        return self._stuck(here, reports) or self._out_of_sync(here, len(reports))
+        return self._stuck(here) or self._out_of_sync(here, len(reports))
 
     def _silent(self, r, nth, now, gap):
         before,since = self.heard.get(r, (None,now))
@@ -107,25 +108,28 @@ class Judge:
         if silent>1.5*self.tick and not self.is_there(r): return r,died,True
         if silent>self.patience+5: return r,unresponsive.format(silent),True
 
-    def _stuck(self, here, reports):
+    def _stuck(self, here):
+        "Return a rank that has not moved, `None` as its number where all wait"
         late = {r:o for r,o in here.items() if o['idle']>self.patience}
-        if late and len(late)==len(self.ranks) and all(o['waits'] for o in late.values()):
-            return None,'\n'.join(['all ranks wait for each other:', *(f'rank {r} in {o["where"]}' for r,o in late.items())]),False
-        awaited = any(o['waits'] for o in late.values()) # outside of a fit nothing adds to the beat of a rank
+        waiting = [f'rank {r} in {o["where"]}' for r,o in late.items() if o['waits']]
+        if len(waiting)==self.size: return None,'\n'.join(['all ranks wait for each other:', *waiting]),False
         for r,o in late.items():
-            if o['stack'] and (o['fits'] or awaited): return r,f'it did not move for {o["idle"]:.1f} seconds: {o["where"]}. Its stack:\n{o["stack"]}',False
+            expected = o['fits'] or waiting # outside of a fit nothing adds to the beat of a rank
+            if o['stack'] and expected: return r,f'it did not move for {o["idle"]:.1f} seconds: {o["where"]}. Its stack:\n{o["stack"]}',False
 
     def _out_of_sync(self, here, n):
         "Return ranks that wait for each other in different exchanges, both in this look and in the one before"
         all_wait = len(here)==n and all(o['secs']>1 for o in here.values())
         places = {(o['n'],o['name'],o['kind']):(r,o) for r,o in here.items()}.values() # one rank of each
-        found = {(r,s):(a,b) for r,a in here.items() if a['secs']>1 or a['kind']=='cancel' for s,b in places if s!=r and are_out_of_sync(a, b, all_wait)}
+        waiting = {r:o for r,o in here.items() if o['secs']>1 or o['kind']=='cancel'}
+        pairs = {(r,s):(a,b) for r,a in waiting.items() for s,b in places if s!=r}
+        found = {k:pair for k,pair in pairs.items() if are_out_of_sync(*pair, all_wait)}
         before,self.suspects = self.suspects,found
         sure = [k for k,pair in found.items() if k in before and all(map(_still_there, before[k], pair))]
         if not sure: return self._print_waits(here)
-        ranks = {r:here[r] for k in sure if k[0]==sure[0][0] for r in k}
-        cancels = [r for r,o in ranks.items() if o['kind']=='cancel']
-        return cancels[0] if len(cancels)==1 else None,out_of_sync_text(ranks),False
+        ranks = dict.fromkeys(chain(*(k for k in sure if k[0]==sure[0][0])))
+        cancels = [r for r in ranks if here[r]['kind']=='cancel']
+        return cancels[0] if len(cancels)==1 else None,out_of_sync_text({r:here[r] for r in ranks}),False
 
     def _print_waits(self, here):
         waits = {r:o for r,o in here.items() if o['secs']>self.notice}
@@ -133,7 +137,8 @@ class Judge:
         r,o = first(waits.items())
         self.notice = 2*o['secs']
         rest = [in_words(k, v) for k,v in here.items() if k not in waits]
-        lines = [f'fastdist: {numbered(list(waits))} {"have" if len(waits)>1 else "has"} waited {o["secs"]:.0f} s:', in_words(r, o), *rest]
+        have = 'have' if len(waits)>1 else 'has'
+        lines = [f'fastdist: {numbered(list(waits))} {have} waited {o["secs"]:.0f} s:', in_words(r, o), *rest]
         sys.stderr.write('\n'.join(lines)+'\n')
 
 def _still_there(before, now):

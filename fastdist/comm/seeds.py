@@ -24,6 +24,7 @@ from fastai.learner import Learner
 from ..base.errors import *
 from ..launch.callbacks import *
 from ..launch.pickling import *
+from .rng import *
 
 # %% ../../nbs/108_comm.seeds.ipynb #06f1857c
 def check_seed(
@@ -52,9 +53,7 @@ def set_random(
     if torch.cuda.is_initialized(): torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
 
 # %% ../../nbs/108_comm.seeds.ipynb #67e5d948
-_seeders = {torch.Generator: torch.Generator.manual_seed, random.Random: random.Random.seed, np.random.RandomState: lambda o,k: o.seed(k&0xffffffff),
-    np.random.Generator: lambda o,k: setattr(o.bit_generator, 'state', type(o.bit_generator)(k).state)}
-_kinds = (*_seeders,)
+_kinds = (*generator_kinds,)
 _global = torch.default_generator,np.random.mtrand._rand,random._inst
 _leaves = (torch.Tensor,np.ndarray,str,bytes,int,float,ModuleType,CodeType,FrameType,GeneratorType,Learner,Thread,random.SystemRandom)
 _of_library = cache(of_library)
@@ -74,7 +73,7 @@ def _global_names(o):
 def _named(names):
     "Return each generator in the dictionary `names` by name and module; most modules have none"
     module = str(names.get('__name__')).replace('__mp_main__', '__main__')
-    return [(f'{module}.{k}',v) for k,v in [*names.items()] if not _seeders.keys().isdisjoint(type(v).__mro__)]
+    return [(f'{module}.{k}',v) for k,v in [*names.items()] if not generator_kinds.keys().isdisjoint(type(v).__mro__)]
 
 # %% ../../nbs/108_comm.seeds.ipynb #b53093e0
 def own_generators(
@@ -106,9 +105,7 @@ def seed_generators(
     key:int # Of 64 bits
 ):
     "Seed each generator from `key` and its own"
-    for name,o in own:
-        seed = next(f for kind,f in _seeders.items() if isinstance(o, kind))
-        seed(o, key_of(key, name))
+    for name,o in own: generator_kind(o).seed(o, key_of(key, name))
 
 # %% ../../nbs/108_comm.seeds.ipynb #87d78082
 class Placed(list):

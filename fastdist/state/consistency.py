@@ -252,7 +252,7 @@ def _read(dl, i):
     if n_inp is None and isinstance(item, (tuple,list)): n_inp = max(1, len(item)-1)
     return sample_values(item, n_inp or 1)
 
-def _states(generators): return [get(o) for _,o in generators for cls,(get,_) in generator_kinds.items() if isinstance(o, cls)]
+def _states(generators): return [generator_kind(o).get(o) for _,o in generators]
 
 def fixed_values(
     dl, # fastai or torch `DataLoader` of a data set with an index
