@@ -61,6 +61,7 @@ def test_nothing_is_left_running(all_cells):
     print(rows.pivot_table(index='fault', columns='place', values='seconds', aggfunc='max', sort=False).round(1).to_string())
     test_eq(all_cells[1], [])
 
+@pytest.mark.whole
 def test_faults_with_shards(tmp_path, request):
     "Some cells; all of them with `--whole`"
     cells,left = run_cells(tmp_path, '--shard', *(['--few'] if request.config.getoption('whole') is None else []))

@@ -142,6 +142,7 @@ def refused(hosts, dest, match):
     with pytest.raises(EngineError, match=rf'(?s)^{re.escape(dest)} cannot run ranks: .*{match}.*HINT: `ssh {re.escape(dest)} '): Accelerator(nprocs=2, compute_setup='cpu', hosts=[hosts.names[0],dest]).distribute(place)()
     await_that(lambda: not agents())
 
+@pytest.mark.whole
 def test_a_wrong_second_host(hosts): refused(hosts, 'nowhere.invalid', 'Could not resolve')
 
 @pytest.mark.whole

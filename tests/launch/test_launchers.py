@@ -165,6 +165,7 @@ def test_the_stop_button_ends_all_ranks(tmp_path):
     finally: km.shutdown_kernel(now=True)
 
 @pytest.mark.parametrize('first', [True,False])
+@pytest.mark.by_default('False')
 def test_import_order(warm, first):
     "A warm process has imported all but fastdist"
     others = 'fastai.distributed','fastai.tabular.all','fastai.vision.all','fastai.text.all'

@@ -55,6 +55,7 @@ def trains(train, d):
     acc,weights = train(3, str(d))
     assert acc>.85 and len(torch.load(BytesIO(weights), weights_only=True))==9
 
+@pytest.mark.whole
 def test_a_function_of_modal_s(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'modal', stand_in())
     trains(runpy.run_path(str(on_modal))['train'], tmp_path)

@@ -206,6 +206,7 @@ def _ran(rank, *cbs, **kw):
     with counting() as ran: told(*cbs, **kw)
     return ran
 
+@pytest.mark.whole
 @pytest.mark.replicas # it averages weights, which shards refuse
 def test_cost():
     "What agrees travels in the collective that compares the model; what was told of is not compared again"

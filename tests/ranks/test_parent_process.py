@@ -274,6 +274,7 @@ def learner(bs, **kw):
     return digits(n=101, bs=bs, opt_func=partial(SGD, mom=0.9), **kw)
 
 @pytest.mark.parametrize('n', [1,2,pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.by_default('2')
 def test_the_learner_comes_home(n):
     "Twice, and each time as it would be after one process"
     learn,one = learner(8//n),learner(8)
@@ -433,6 +434,7 @@ def test_what_cannot_be_sent_is_named_by_its_path():
     with expect_fail(TypeError, "What your function returned['a'], a lock,"): cpu(nprocs=2).distribute(f, **forked)()
     test_eq(len(learn.recorder.values), 1)
 
+@pytest.mark.whole
 def test_options_reach_the_learner():
     learn = learner(4, cbs=Spy())
     cpu(nprocs=2, gradient_accumulation_steps=5, mixed_precision='bf16').distribute(learn.fit, **forked)(1)

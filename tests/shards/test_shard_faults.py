@@ -184,7 +184,7 @@ def norms(learn, rank): # torch waits in it without an end, and nobody else does
     learn.fit(1, cbs=At('after_step', lambda learn: learn.model[0].weight.norm().item() if rank==0 else None))
 
 @pytest.mark.parametrize('f', [calls,predicts,get_preds,unit,in_a_fit('after_batch'),in_a_fit('before_batch'),in_a_fit('after_pred'),norms], ids=lambda f: f.__name__)
-@pytest.mark.by_default('calls')
+@pytest.mark.by_default('calls after_batch')
 def test_one_rank_alone(f):
     for (how,text),bare,ws in on_ranks(lambda rank: lone(rank, f, patience=3 if f is norms else None), join=False, timeout=100):
         assert how in ('RankError','ValueError') and bare and ('did not move' if f is norms else 'HINT') in text, (how,text,bare)
@@ -331,6 +331,7 @@ def hooked(rank):
         learn.fit(1)
     return a,dict(seen),list(p._backward_hooks.values())!=[] and len(learn.model[2]._forward_hooks)
 
+@pytest.mark.whole
 def test_hooks_fire():
     "Also after a process group was replaced"
     n = dict(forward=8, backward=4)|{'grad (9, 9)':4}

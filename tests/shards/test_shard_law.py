@@ -284,6 +284,7 @@ def read(rank, bs, extremes):
     fitted(learn, rank is not None, partial(Numbers, extremes), lambda o: o.fit(1, .05), 1)
     return learn.read
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', [pytest.param(2, marks=pytest.mark.whole),3,pytest.param(4, marks=pytest.mark.whole)])
 def test_numbers_that_have_parts(size):
     "`p.norm().item()` is that of the whole parameter on each rank, of which torch gives each its part; of no rows, as one of four has, torch finds no largest, which is an error"

@@ -341,6 +341,7 @@ class Items:
         self.writer.start(lambda: written(States(self.path/str(i)), i))
         return self.writer.wait().about['batch']
 
+@pytest.mark.whole
 @forked_workers()
 def test_data_workers_that_are_forked_while_it_writes(tmp_path):
     writer,n = Writer(),0

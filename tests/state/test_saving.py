@@ -604,6 +604,7 @@ def test_plain_fastai_reads_ours_and_we_read_its_own(warm):
             return load_learner('plain.pkl').validate(dl=tabular().dls.valid)
     for o in on_ranks(f, join=False, timeout=100): np.testing.assert_allclose(o, told['plain'], rtol=1e-4)
 
+@pytest.mark.whole
 def test_the_same_bytes_as_fastai():
     learn = digits(path='.')
     fit(learn)

@@ -175,8 +175,8 @@ def test_a_model_of_several_buckets(tmp_path):
 
 def windows(): return GradientAccumulation(24)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('first,second', [(1,3), (3,2)])
-@pytest.mark.by_default('3-2')
 def test_gradients_that_no_step_has_used(tmp_path, first, second):
     "The first fit ends in the midst of a window, whose gradients each rank has a part of, and another number of ranks goes on"
     (whole,) = runs(tmp_path/'whole', 1, False, more=windows)

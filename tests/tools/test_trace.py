@@ -207,8 +207,8 @@ def test_a_script_that_no_seed_repeats_is_said_to_be_one(tmp_path):
 class ByTorch:
     def __len__(self): return 70
     def __getitem__(self, i): return data[i][:2]
+@pytest.mark.whole
 @pytest.mark.parametrize('workers', (0,1))
-@pytest.mark.by_default('1')
 def test_what_is_random_behind_a_loader_of_torch(workers, tmp_path):
     def run(rank, name, n):
         set_seed(4)
@@ -223,8 +223,8 @@ def test_what_is_random_behind_a_loader_of_torch(workers, tmp_path):
 
 def noisy(x): return x+.1*torch.randn_like(x)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', (2,3))
-@pytest.mark.by_default('3')
 def test_a_seed_lets_all_be_compared(size, tmp_path):
     cases = dict(dropped=dropped, noise=lambda: learner(after_batch=noisy))
     for res in compared(cases, tmp_path, size, seed=42).values(): assert res.ok and not any(o.random and o.name in ('loss','0.weight') for o in res.rows), str(res)

@@ -195,6 +195,7 @@ class Table(Callback):
         self.frame.loc[19999,'a'] = self.frame['a'].sum()
         self.new = self.x.reshape(2, -1)*2
 
+@pytest.mark.whole
 def test_large_arrays():
     def run(**kw):
         learn = learner(cbs=Table())

@@ -88,6 +88,7 @@ exact = dict(cumulative=lambda: body(nn.BatchNorm1d(3, momentum=None)), mask=lam
 
 @pytest.mark.parametrize('size', [2,3])
 @pytest.mark.parametrize('case', exact)
+@pytest.mark.by_default('mask', 'own', 'spectral')
 def test_as_in_one_process(case, size): same_as_alone(exact[case], size)
 
 @pytest.mark.parametrize('kw', [dict(n=25), dict(cbs=lambda: Stop()), dict(cbs=lambda: Midway()), dict(cbs=lambda: GradientAccumulation(24))])

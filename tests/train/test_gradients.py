@@ -76,6 +76,7 @@ def said_of(rank, *cbs, **kw):
     with redirect_stderr(io.StringIO()) as said: fitted(learner(6), cbs=list(cbs), **kw)
     return [o for o in said.getvalue().splitlines() if 'learn.loss' in o]
 
+@pytest.mark.whole
 def test_who_may_read_a_loss_within_a_window_is_named():
     (a,),others = on_ranks(lambda rank: said_of(rank, Prints(), GradientAccumulation(24)), join=False)
     assert 'Prints may read' in a and 'fastdist-check' in a and not others

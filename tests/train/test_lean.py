@@ -221,6 +221,7 @@ def use(l):
     return list(l.validate()),l.get_preds(dl=l.dls.valid)
 
 @each(data)
+@pytest.mark.by_default('vision', 'language', 'dicts', 'torch')
 def test_data(f): same(f, use)
 
 def shown(l):
@@ -228,6 +229,7 @@ def shown(l):
     res = l.predict(l.dls.valid_ds[0][0]),l.tta(n=2),l.get_preds(with_loss=True, with_input=True, with_decoded=True)
     l.show_results()
     return res
+@pytest.mark.whole
 def test_vision_results(): same(vision, shown)
 def test_no_targets(): same(vision, lambda l: (l.fit(1), l.get_preds(dl=l.dls.test_dl(L(range(6)))))[1][0])
 

@@ -14,6 +14,7 @@ def fit(mk, rank, epochs=1, **kw):
     return state(learn),learn.recorder.values,L(learn.recorder.losses).map(float)
 
 @pytest.mark.parametrize('name', 'vision tabular collab language_model text_classifier digits'.split())
+@pytest.mark.by_default('vision', 'tabular', 'language_model', 'digits')
 def test_fits_on_two_ranks(name):
     a,b = on_ranks(partial(fit, getattr(learners, name)), join=False, timeout=100)
     test_eq(a, b)

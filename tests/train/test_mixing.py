@@ -257,7 +257,7 @@ def untried():
     return [ps for _,ps in plain]
 
 @pytest.mark.parametrize('on', ((),(0,),(1,),(1,2),(0,1,2)))
-@pytest.mark.by_default('on0', 'on3')
+@pytest.mark.by_default('on0')
 def test_in_shards_a_rank_that_fails_serves_the_others(on, untried):
     "What mixes is named unless rank 0 fails, and weights are those of a fit without a trial"
     res = on_ranks(partial(fit_in_units, on=on), 3, timeout=60, join=False)
@@ -272,8 +272,8 @@ def fit_few(rank):
     learn = Learner(dls, nn.Sequential(nn.Linear(6,8), Centre(), nn.Linear(8,3)), loss_func=CrossEntropyLossFlat())
     return [o for o in said(learn, shard=True) if 'mixes' in o],[p.detach() for p in learn.model.parameters()]
 
+@pytest.mark.whole
 @pytest.mark.parametrize('fit', (fit_in_units,fit_few))
-@pytest.mark.by_default('fit_in_units')
 def test_in_shards_what_cannot_be_told_on_rank_0_ends_the_trial_on_all(fit, monkeypatch):
     plain = on_ranks(fit, 3, timeout=60, join=False)
     test_eq([len(o) for o,_ in plain], [1,0,0])

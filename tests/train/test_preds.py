@@ -211,7 +211,7 @@ def of_kind(name, n, bs, rank=0):
     valid=lambda o: o.get_preds(with_decoded=True, with_loss=True),
     train=lambda o: o.get_preds(0),
     record=lambda o: o.validate())
-@pytest.mark.by_default('tabular-2', 'collab-3', 'text_classifier-2')
+@pytest.mark.by_default('tabular-2', 'collab-3')
 def test_kinds_of_loaders(cases, name, size): check(partial(of_kind, name), size, cases, [(0,4),(0,5)])
 
 @sizes

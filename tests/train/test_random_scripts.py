@@ -31,6 +31,7 @@ def weights_after_a_mistake(rank, connect):
         state = learn.model.state_dict()
         return [str(o.message) for o in said if 'An error has stopped a rank' in str(o.message)],connect and all(v.isfinite().all() for v in whole(dict(state)).values())
 
+@pytest.mark.whole
 def test_weights_in_shards_after_a_mistake():
     for said,_ in on_ranks(partial(weights_after_a_mistake, connect=False), 3, join=False): assert len(said)==1 and 'HINT' in said[0]
     test_eq(on_ranks(partial(weights_after_a_mistake, connect=True), 3, join=False), [([],True)]*3)

@@ -40,7 +40,7 @@ def test_callback_counts_samples_of_all_ranks(size):
 
 @pytest.mark.parametrize('size', (1,2,4))
 @pytest.mark.parametrize('kw', (dict(gradient_accumulation_steps=3), dict(gradient_accumulation_plugin=GradientAccumulationPlugin(3, sync_each_batch=True))))
-@pytest.mark.by_default('kw0')
+@pytest.mark.by_default('kw0-1')
 def test_steps_give_the_large_batch(size, kw):
     "Of 101 samples 5 are left for the last window of an epoch"
     for n in (101,96):
@@ -187,7 +187,7 @@ def noise(rank, nw, mk):
 
 @pytest.mark.parametrize('nw', (0,2))
 @pytest.mark.parametrize('mk', (lambda ds,nw: DataLoader(ds, 4, shuffle=True, num_workers=nw), lambda ds,nw: TorchLoader(ds, 4, shuffle=True, num_workers=nw)))
-@pytest.mark.by_default('<lambda>0')
+@pytest.mark.by_default('<lambda>0-0')
 def test_ranks_augment_and_drop_in_their_own_ways(nw, mk):
     a,b = on_ranks(lambda rank: noise(rank, nw, mk), join=False)
     test_eq(a[0], b[0])

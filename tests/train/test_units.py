@@ -207,7 +207,7 @@ def same(mks, **kw):
         for n,g in grads.items(): assert (got[n]-g).abs().max()<2e-6*max(o.abs().max() for o in grads.values()), (k,n)
 
 @pytest.mark.parametrize('kind', kinds)
-@pytest.mark.by_default('text', 'transformers')
+@pytest.mark.by_default('transformers')
 def test_gradients_are_those_of_one_process(kind): same(kinds[kind])
 
 @pytest.mark.parametrize('kind', ['text','transformers','others'])
