@@ -71,7 +71,7 @@ def own_addresses(
 @lru_cache(None)
 def _rendezvous(pid, rank, size, addr, port):
     "Return the store of this job for process `pid`; a forked child cannot use its parent's connection"
-    if str2bool(os.environ.get('TORCHELASTIC_USE_AGENT_STORE') or 'no'): return next(torch.distributed.rendezvous('env://', rank=rank, world_size=size))[0]
+    if is_on(os.environ, 'TORCHELASTIC_USE_AGENT_STORE'): return next(torch.distributed.rendezvous('env://', rank=rank, world_size=size))[0]
     at,fd = (_until_open(addr, port, rank),None) if rank else _bound(addr, port)
     try: return dist.TCPStore(at, port, size, rank==0, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd) # torch's wait on rank 0 would not say for whom
     except dist.DistNetworkError as e:

@@ -228,13 +228,11 @@ def check_callable(
     raise TypeError(f'{of} takes a function, got {what}, which {of} cannot call. HINT: {right}, the function and its arguments apart')
 
 # %% ../../nbs/010_launch.options.ipynb #f600144c
-def _is_on(env, key): return str2bool(env.get(key) or 'no')
-
 def asks_for_fsdp(
     env:dict # Environment variables
 )->bool: # `True` with `distributed_type: FSDP` in the YAML file, or `--use_fsdp`
     "Return whether `accelerate launch` asks for a sharded model"
-    return _is_on(env, 'ACCELERATE_USE_FSDP')
+    return is_on(env, 'ACCELERATE_USE_FSDP')
 
 def asked_steps(
     env:dict # Environment variables
@@ -264,7 +262,7 @@ def check_env(
     refused = dict(ACCELERATE_USE_DEEPSPEED=_zero_env(env), ACCELERATE_USE_MEGATRON_LM=_instead, ACCELERATE_USE_PARALLELISM_CONFIG=_instead)
     if own_loop: refused['ACCELERATE_USE_FSDP'] = _replicas
     for key,why in refused.items():
-        if _is_on(env, key): raise OptionError(key, env[key], why)
+        if is_on(env, key): raise OptionError(key, env[key], why)
     asked_precision(env)
     asked_steps(env)
 
