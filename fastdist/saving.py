@@ -13,7 +13,7 @@ __all__ = []
 
 # %% ../nbs/901_saving.ipynb #ebbc9db3
 import cloudpickle,os,time,torch,fastai.learner,fastai.text.learner
-from contextlib import contextmanager,nullcontext,suppress
+from contextlib import contextmanager,suppress
 from errno import ENOENT
 from functools import wraps
 from inspect import ismethod,unwrap
@@ -47,8 +47,9 @@ def _check_whole(learn):
 def _layout(learn):
     "Return how the parameters of `learn` lie on the ranks that it trains on at the moment, which meet again after an error that the script caught; `None` in one process"
     cb = first(cb for cb in learn._grab_cbs(DistributedTrainer) if cb.size>1)
-    if cb: cb.job.restart()
-    return cb and cb.layout
+    if cb is None: return
+    cb.job.restart()
+    return cb.layout
 
 def _has_ranks(learn):
     "Return whether there are ranks that do as this one does: not in the middle of a fit that each makes by itself"
@@ -69,7 +70,8 @@ def _write_on_rank0(learn, file, put, where):
     def write():
         write_whole(put, where(file))
         if named: return _modified(where(file))
-    if layout := _layout(learn):
+    layout = _layout(learn)
+    if layout:
         with layout.files.whole(learn): written,name = rank0_named(write, str(file) if named else type(file).__name__)
         if named and written: _write_here(layout, put, partial(where, name), written)
     elif named and _has_ranks(learn): rank0_noted(write, where(file).name, os.path.abspath(where(file)))
@@ -116,16 +118,19 @@ def save_encoder(self:TextLearner,
 # %% ../nbs/901_saving.ipynb #992d8af0
 def _known_as(file):
     "Return the name under which rank 0 wrote what this rank calls `file`"
-    return current_job().renamed.get(str(file), file) if current_job() and isinstance(file, (str,Path)) else file
+    job = current_job()
+    return job.renamed.get(str(file), file) if job and isinstance(file, (str,Path)) else file
 
 def _args(f, learn, layout, *args, **kwargs):
     "Return the arguments of `f` by name, with the device that `layout` reads to, and the path of the file"
     code = unwrap(f).__code__
     names = code.co_varnames[1:code.co_argcount]
-    res = {k:_known_as(v) for k,v in (dict(zip(names, args)) | kwargs).items()}
-    if 'device' in names and res.get('device') is None: res['device'] = layout.files.reads_to
-    file = res.get(names[0])
-    return res,join_path_file(file, learn.path/learn.model_dir, ext='.pth') if isinstance(file, (str,Path)) and 'device' in names else file
+    res = dict(zip(names, args)) | kwargs
+    file = res[names[0]] = _known_as(res[names[0]])
+    if 'device' not in names: return res,file
+    if res.get('device') is None: res['device'] = layout.files.reads_to
+    if isinstance(file, (str,Path)): file = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
+    return res,file
 
 # %% ../nbs/901_saving.ipynb #62ec3e50
 def _without_prefix(names): return {k.removeprefix('module').removeprefix('.'):v for k,v in names.items()}
@@ -133,7 +138,7 @@ def _without_prefix(names): return {k.removeprefix('module').removeprefix('.'):v
 def _unwrap_names(model, state, *_):
     "Remove the wrapper's prefix from the names of `state`, if more of them then are names of `model`"
     with held_state(): own = model.state_dict().keys()
-    if not all(k.startswith('module.') for k in state) or len(own & _without_prefix(state).keys())<=len(own & state.keys()): return
+    if len(own & _without_prefix(state).keys())<=len(own & state.keys()): return
     for d in (state,getattr(state, '_metadata', {})):
         bare = _without_prefix(d)
         d.clear()
@@ -144,9 +149,12 @@ def _any_names(
     model:nn.Module # Not wrapped
 ): # Yields `model`
     "Return a context manager in which `model` loads state dicts with and without a wrapper's prefix"
-    hook = None if isinstance(model, torch.jit.ScriptModule) else model.register_load_state_dict_pre_hook(_unwrap_names)
-    if hook: model._load_state_dict_pre_hooks.move_to_end(hook.id, last=False) # before hooks that look for names
-    with hook or nullcontext(): yield model
+    if isinstance(model, torch.jit.ScriptModule): # which takes no hooks
+        yield model
+        return
+    with model.register_load_state_dict_pre_hook(_unwrap_names) as hook:
+        model._load_state_dict_pre_hooks.move_to_end(hook.id, last=False) # before hooks that look for names
+        yield model
 
 # %% ../nbs/901_saving.ipynb #d4fd9001
 _began = time.time()
@@ -161,7 +169,10 @@ def _await_written(file):
         if file.exists() and os.path.getmtime(file)>=_began: return
         raise RankError(0, f'it ended before it wrote {file}. HINT: call `save` and `export` on all ranks, or read the file on rank 0 alone') from None
     older = int(_modified(file) or 0)<int(written or 0)
-    if older or there and not file.exists(): raise FileNotFoundError(ENOENT, f'rank {this_world().rank} does not see what rank 0 {"wrote" if older else "reads"}. '
+    if older: lacks = 'wrote'
+    elif there and not file.exists(): lacks = 'reads'
+    else: return
+    raise FileNotFoundError(ENOENT, f'rank {this_world().rank} does not see what rank 0 {lacks}. '
         'HINT: a path on a disk that all nodes share, or `learn.save` inside the context, which writes on each node', str(file))
 
 def _reads(f):
