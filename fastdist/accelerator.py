@@ -14,7 +14,7 @@ So one call, `distribute`, makes of a function one that runs on all ranks, where
 __all__ = ['trainable_instance', 'trained_objects', 'unwrapped', 'TrainedPair', 'Accelerator']
 
 # %% ../nbs/902_accelerator.ipynb #fd9173e3
-import inspect,os,pickle,time,torch
+import inspect,operator,os,pickle,time,torch
 from contextlib import nullcontext
 from functools import wraps
 from accelerate import Accelerator as HFAccelerator
@@ -56,7 +56,7 @@ def trainable_instance(
 ): # `None` for another
     "Return the object that `call` is a method of, if it has a model and an optimizer"
     res = _instance(call, ())
-    if res is not None and is_trainable(res): return res
+    return res if is_trainable(res) else None
 
 def trained_objects(
     call:partial # A function with its arguments
@@ -94,13 +94,13 @@ def unwrapped(
     inside:tuple=() # `id`s of what `o` lies in
 ): # Of the same structure; `o` itself where there is nothing prepared in it
     "Return `o` with models, optimizers and schedulers as they were before they were prepared"
-    if isinstance(o, (dict,list,tuple,L)) and id(o) not in inside:
-        old = list(o.values() if isinstance(o, dict) else o)
-        new = [unwrapped(v, (*inside,id(o))) for v in old]
-        return o if all(a is b for a,b in zip(old, new)) else _with_items(o, new)
     if isinstance(o, nn.Module): return extract_model_from_parallel(o)
     if isinstance(o, AcceleratedOptimizer): return o.optimizer
-    return o.scheduler if isinstance(o, AcceleratedScheduler) else o
+    if isinstance(o, AcceleratedScheduler): return o.scheduler
+    if not isinstance(o, (dict,list,tuple,L)) or id(o) in inside: return o
+    old = list(o.values() if isinstance(o, dict) else o)
+    new = [unwrapped(v, (*inside,id(o))) for v in old]
+    return o if all(map(operator.is_, old, new)) else _with_items(o, new)
 
 def _with_items(o, new):
     "Return a copy of the container `o` with the items `new`"
@@ -132,7 +132,8 @@ class Accelerator(RankAccelerator):
         **kwargs
     ):
         check_known(kwargs, Accelerator)
-        engine = engine_of(nprocs, hosts, engine, python, compute_setup=='cpu' or bool(kwargs.get('cpu')))
+        cpu = compute_setup=='cpu' or bool(kwargs.get('cpu'))
+        engine = engine_of(nprocs, hosts, engine, python, cpu)
         super().__init__(nprocs, compute_setup=compute_setup, log_setup=log_setup, backend=backend, dtype=dtype, engine=engine, **kwargs)
 
     def is_class_method(self,
@@ -182,7 +183,8 @@ class Accelerator(RankAccelerator):
                 if self.in_parent: res = self._on_new_ranks(call, start, all_ranks, show_all)
                 else: res = self._in_place(instance, call, all_ranks)
             except RankError as e: raise e.with_traceback(None)
-            return TrainedPair(model_and_opt(instance)) if instance is not None and res is None else res
+            nothing = res is None or all_ranks and set(map(type, res))=={type(None)}
+            return TrainedPair(model_and_opt(instance)) if nothing and instance is not None else res
         return run
 
     @classmethod
@@ -197,9 +199,7 @@ class Accelerator(RankAccelerator):
         if start=='fork' and self._engine: raise OptionError('start', 'fork', 'ranks on other machines are no copies of this process. HINT: leave it out')
         if start=='fork' and torch.cuda.is_initialized():
             raise OptionError('start', 'fork', "this process has used a GPU, and a copy of it cannot. HINT: 'spawn'")
-        res = CallsOnRanks(self._nprocs, self._engine)(partial(_on_rank, self, call), start=='fork', all_ranks, show_all)
-        nothing = all_ranks and all(o is None for o in res)
-        return None if nothing and trainable_instance(call) is not None else res
+        return CallsOnRanks(self._nprocs, self._engine)(partial(_on_rank, self, call), start=='fork', all_ranks, show_all)
 
     def _detached(self, fun, name, options, *args, **kwargs):
         "Start a process that distributes `fun`, and return its job"
@@ -213,7 +213,7 @@ class Accelerator(RankAccelerator):
         return DetachedJob(d, partial(_returned, objs))
 
     def _in_place(self, instance, call, all_ranks):
-        "Make `call` on this rank, and return what rank 0's returned"
+        "Make `call` on this rank, and return what rank 0's returned, or a list of what all returned"
         size = self.world.size
         mine = size>1 and self.setup_process()
         try:
@@ -221,19 +221,18 @@ class Accelerator(RankAccelerator):
             if instance is not None: res = self.worker(None, instance, call)
             else:
                 with self.running(): res = call()
-            return [res] if all_ranks and res is not None else res
+            return [res] if all_ranks else res
         finally:
             if mine: self.finalize()
 
     def _shared(self, res, all_ranks):
         "Return rank 0's `res`, or the list of all, on all ranks"
-        mine,o = self.rank==0 or all_ranks,None
-        if mine:
-            try: o = dumps(res)
-            except Exception as e: o = e
-        found = gather_objs(o) if all_ranks else [self.broadcast(o)]
+        sent,of_rank0 = None,self.rank==0
+        if of_rank0 or all_ranks:
+            try: sent = dumps(res)
+            except Exception as e: sent = e
+        found = gather_objs(sent) if all_ranks else [self.broadcast(sent)]
         for o in found:
             if isinstance(o, Exception): raise o
-        if not all_ranks: return res if mine else pickle.loads(found[0])
-        values = [pickle.loads(o) for o in found]
-        return None if all(o is None for o in values) else values
+        if all_ranks: return [*map(pickle.loads, found)]
+        return res if of_rank0 else pickle.loads(found[0])
