@@ -54,7 +54,7 @@ Modules:
 - `fastdist.launch.group`: Join a process to its job, and undo that
 - `fastdist.launch.launcher`: Start ranks through agents, on this node or by an engine on others; watch them, show their output, end them
 - `fastdist.launch.options`: Options of Accelerate, honoured or refused, and its object for this process
-- `fastdist.launch.pickling`: Functions, classes and tensors, sent between a head and its ranks
+- `fastdist.launch.pickling`: Functions, classes and tensors, sent between a parent process and its ranks
 - `fastdist.launch.ray`: Ranks on the nodes of a Ray cluster
 - `fastdist.launch.slurm`: Ranks in the tasks of a SLURM job that `submitit` submits
 - `fastdist.launch.world`: Rank, local rank, world size, node, device and backend of a process, read from the environment of any launcher

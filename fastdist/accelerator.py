@@ -84,7 +84,7 @@ def _returned(objs, found, into):
     changed,res,states = found
     if objs and not into: return objs.load(*pickle.loads(changed))
     if into and len(into)!=len(states):
-        raise ValueError(f'You bring home {len(into)} objects, but the job has trained {len(states)}. HINT: as many, in the order in which its function has them')
+        raise ValueError(f'result takes {len(states)} objects, as many as the job has trained, got {len(into)}. HINT: give them in the order in which the function has them')
     put_returned(*zip(into, states))
     return TrainedPair(model_and_opt(into[0])) if into and isinstance(res, TrainedPair) else res
 

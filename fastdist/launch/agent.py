@@ -170,7 +170,7 @@ def addresses()->dict: # IPv4 address -> interface
     return dict(sorted(res.items(), key=lambda o: o[0].startswith('127.')))
 
 def machine()->dict: # For `Agent.serve`
-    "Return what an agent on another machine says of it"
+    "Return what an agent on another machine reports of it"
     return dict(versions=versions(), addresses=addresses())
 
 # %% ../../nbs/015_launch.agent.ipynb #d9966907

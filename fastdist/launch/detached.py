@@ -5,7 +5,7 @@ trained does not come back.
 
 The ranks could be left alone. But somebody has to show what they print, name the first failure, end the rest and take what they return, and on every engine in another way.
 
-So what outlives the kernel is the head. `distribute(…, detach=True)` starts a process that does what the kernel would have done: it starts the ranks on whatever engine, and writes what they print and how they ended into
+So what outlives the kernel is the parent process. `distribute(…, detach=True)` starts a process that does what the kernel would have done: it starts the ranks on whatever engine, and writes what they print and how they ended into
 a folder, the job's. Any process that can read the folder follows the job, cancels it, and gets what came of it.
 
 | in the folder | what |
@@ -30,6 +30,7 @@ from fastcore.all import *
 from fastcore.xdg import xdg_state_home
 from ..base.errors import *
 from ..base.tracebacks import *
+from .group import *
 from .pickling import *
 from .fork import *
 from .launcher import *
@@ -123,9 +124,9 @@ def start_detached(
 
 # %% ../../nbs/020_launch.detached.ipynb #a0af4430
 class DetachedJob:
-    "Job in the folder `d`; `home` gets what its ranks trained and returned"
-    def __init__(self, d:Path, home:callable=noop):
-        self.d,self.home = Path(d),home
+    "Job in the folder `d`; `receive` gets what its ranks trained and returned"
+    def __init__(self, d:Path, receive:callable=noop):
+        self.d,self.receive = Path(d),receive
         self.info = json.loads((self.d/'job.json').read_text())
     @property
     def name(self)->str:
@@ -133,7 +134,7 @@ class DetachedJob:
         return self.info['name']
     @property
     def status(self)->str:
-        "'running', 'done', 'failed', 'cancelled', or 'gone' where its process ended without a word"
+        "'running', 'done', 'failed', 'cancelled', or 'gone' where its process left no result and no error"
         running = _began(self.info['pid'])==self.info['began'] # else the number is another process's
         res = self._ended() or ('running' if running else 'gone')
         return 'cancelled' if res in ('failed','gone') and (self.d/'cancelled').exists() else res
@@ -149,10 +150,8 @@ class DetachedJob:
         timeout:float=None # Seconds; for ever by default
     )->'DetachedJob': # Itself
         "Wait until the job has ended; raise `TimeoutError` if that takes longer than `timeout`"
-        end = time.monotonic()+ifnone(timeout, float('inf'))
-        while self.status=='running':
-            if time.monotonic()>end: raise TimeoutError(f'{self.name} still runs after {timeout} s')
-            time.sleep(0.1)
+        ended = await_that(lambda: self.status!='running', ifnone(timeout, float('inf')), pause=.1)
+        if not ended: raise TimeoutError(f'{self.name} still runs after {timeout} s')
         return self
 
     def cancel(self,
@@ -169,10 +168,10 @@ class DetachedJob:
     ):
         "Wait for the job, and return what the function returned; raise its error if it failed"
         self.wait()
-        if self.status=='done': return self.home(read(self.d/'result'), into)
+        if self.status=='done': return self.receive(read(self.d/'result'), into)
         if self.status=='cancelled': raise RankError(None, f'{self.name} was cancelled', shown=False)
         if self.status=='failed': raise pickle.loads((self.d/'failure').read_bytes())
-        raise RankError(None, f'The process of {self.name} ended without a word. The end of what it printed:\n{self.log()[-2000:]}', shown=False)
+        raise RankError(None, f'The process of {self.name} ended without a result and an error. The end of what it printed:\n{self.log()[-2000:]}', shown=False)
 
     def delete(self):
         "Remove the job's folder; it must not run any more"

@@ -1,6 +1,6 @@
-"""Functions, classes and tensors, sent between a head and its ranks
+"""Functions, classes and tensors, sent between a parent process and its ranks
 
-A head that starts ranks sends them a function with all that it refers to, and gets back what it returned: models, optimizers, tensors of gigabytes.
+A process that starts ranks sends them a function with all that it refers to, and gets back what it returned: models, optimizers, tensors of gigabytes.
 
 Left to itself `multiprocessing` pickles functions by name: a function that was defined in a notebook cell or inside another function has none in the new
 process, and each rank gets a copy of each tensor.

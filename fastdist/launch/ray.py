@@ -14,7 +14,7 @@ own, and hands bytes to and fro. Whatever ends the actor, a driver that is gone,
 __all__ = ['import_ray', 'ray_cluster', 'room', 'placed', 'node_names', 'AgentActor', 'RayChannel', 'RayCluster']
 
 # %% ../../nbs/019_launch.ray.ipynb #42256064
-import os,signal,sys,time
+import os,signal,sys
 from collections import Counter,deque
 from contextlib import ExitStack,contextmanager,suppress
 from subprocess import PIPE,Popen
@@ -22,6 +22,7 @@ from threading import Thread
 from fastcore.all import *
 from ..base.overrides import *
 from ..base.signals import *
+from .group import *
 from .agent import *
 from .launcher import *
 
@@ -69,12 +70,6 @@ def room(
     has = ', '.join(f'{k} {all_.get(k, 0):g} ({free.get(k, 0):g} free)' for k in bundles[0])
     return f'{len(bundles)} ranks with {bundles[0]} each; the cluster has {has} on {alive} nodes'
 
-def _ready(group, seconds):
-    end = time.monotonic()+seconds
-    while time.monotonic()<end:
-        if group.wait(1): return True # Ctrl-C is heard between two waits
-    return False
-
 @contextmanager
 def placed(
     ray, # The package, connected
@@ -84,11 +79,12 @@ def placed(
     "Reserve `bundles` on as few nodes as possible, and give them back after the context; raise `EngineError` without room"
     from ray.util import placement_group,remove_placement_group
     group = placement_group(bundles, strategy='PACK')
+    ready = partial(group.wait, 1) # Ctrl-C takes effect between two waits
     try:
-        if not _ready(group, min(5, timeout)):
+        if not await_that(ready, min(5, timeout)):
             print(f'fastdist: waiting for {room(ray, bundles)}', file=sys.stderr)
-            if not _ready(group, timeout-5):
-                raise EngineError(f'Within {timeout} s Ray found no room for {room(ray, bundles)}. HINT: fewer ranks, more nodes, or end what holds them')
+            if not await_that(ready, timeout-5):
+                raise EngineError(f'Within {timeout} s Ray found no room for {room(ray, bundles)}. HINT: fewer ranks, more nodes, or end what uses them')
         yield group
     finally: remove_placement_group(group)
 
