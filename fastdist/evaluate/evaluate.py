@@ -40,17 +40,15 @@ def _is_near(a, b):
     return np.shape(a)==np.shape(b) and np.allclose(a, b, 1e-5, 1e-7, equal_nan=True)
 
 def one_record(
-    log # Numbers of an epoch on this rank; `None` without any
+    log:list # Numbers of an epoch on this rank
 )->tuple: # The common numbers, and a dict: index -> values of all ranks, for numbers that differ
     "Return the numbers, texts and arrays of rank 0, on all ranks; other values remain this rank's"
-    mine = {i:o for i,o in enumerate(log or ()) if isinstance(o, _sendable)}
-    if same_on_all((log is None,[(i,_as_python(o)) for i,o in mine.items()])): return log,{}
-    logs = gather_objs((mine,None if log is None else len(log)))
-    (first,n),differing = logs[0],{}
-    if log is None or n is None: return log,{}
-    res = [*log,*[None]*n][:n]
-    for i,v in first.items():
-        values = [o[i] for o,_ in logs if i in o]
+    mine = {i:o for i,o in enumerate(log) if isinstance(o, _sendable)}
+    if same_on_all([(i,_as_python(o)) for i,o in mine.items()]): return log,{}
+    logs,(n,*_) = zip(*gather_objs((mine,len(log))))
+    res,differing = [*log,*[None]*n][:n],{}
+    for i,v in logs[0].items():
+        values = [o[i] for o in logs if i in o]
         if not all(_is_near(v, o) for o in values): differing[i] = values
         res[i] = v
     return res,differing
@@ -73,12 +71,11 @@ class OneRecord(JobCallback):
 
     def agree(self):
         "Set the numbers of rank 0, and warn of those that differ"
-        if self.phases.size==1: return
-        self.times += 1
         rec = getattr(self.learn, 'recorder', None)
-        log,differing = one_record(getattr(rec, 'log', None))
-        if log is not None: rec.log = L(log)
-        if not differing: return
+        if self.phases.size==1 or rec is None: return
+        self.times += 1
+        log,differing = one_record(getattr(rec, 'log', []))
+        rec.log = L(log)
         names = ['epoch','valid_loss',*self.learn.metrics.attrgot('name')]
         if self.phases.fitting: names = rec.metric_names
         for i,values in differing.items():
@@ -197,15 +194,14 @@ def sample_rows(
 
 def whole_batch(
     learn, # Learner with this rank's slice, `None` if it has none
-    loss=None, # This rank's part of the loss, and of its denominator
+    loss:torch.Tensor, # This rank's part of the loss, and of its denominator, shape `(2,)`
     settled:list=() # As for `sample_rows`
 )->dict: # Attribute name -> its value in one process, on the CPU
     "Return the batch that one process would have; one exchange"
-    mine = None if learn is None else (sample_rows(learn, settled),loss)
-    parts,losses = zip(*[o for o in gather_objs(mine) if o])
-    num,den = [sum(l[i] for l in losses) for i in range(2)]
-    both = [k for k in parts[0] if all(k in p for p in parts)]
-    return {k:join_rows([p[k] for p in parts]) for k in both}|dict(loss=torch.as_tensor(num)/den)
+    rows,losses = zip(*gather_objs((learn and sample_rows(learn, settled),loss)))
+    parts,(num,den) = [o for o in rows if o],sum(losses)
+    both = set(parts[0]).intersection(*parts)
+    return {k:join_rows([p[k] for p in parts]) for k in both}|dict(loss=num/den)
 
 # %% ../../nbs/306_evaluate.evaluate.ipynb #1c043ca8
 _views = ('create_batch makes more rows than samples and does not put the rows of a sample behind those of the one before, so the predictions of a batch come rank by rank. '
@@ -217,11 +213,6 @@ _shown = ('{} was shown the batch of all ranks. HINT: what a callback keeps is o
 
 _unmerged = ('You use the metric {}, whose state ranks cannot put together ({}), so its value is that of rank 0\'s samples only. '
     'From the next epoch on it gets whole batches, which takes an exchange for each')
-
-def _stacked(rows):
-    "Return the numbers of all batches, copied from a GPU at once"
-    if isinstance(rows[0], Tensor): return torch.stack(rows).double().cpu()
-    return torch.tensor(rows, dtype=torch.float64)
 
 class Evaluate(JobCallback):
     "Compute metrics, losses and predictions over the samples of all ranks"
@@ -268,8 +259,8 @@ class Evaluate(JobCallback):
         if whole: self._show_whole(ph, here)
         for m in self._metrics(learn.training): self._set_silent(m, here is None or id(m) in whole)
         ph.sizes.append(n)
-        if learn.training or not n or not len(learn.yb) or learn.loss.ndim: return
-        if any(self.reduction.kind): ph.losses.append(self._loss_numbers(n))
+        if learn.training or not len(learn.yb) or learn.loss.ndim: return
+        if any(self.reduction.kind): ph.losses.append(self._loss_numbers())
 
     def after_train(self):
         "Merge the metrics of the training phase, and what it has left in the loss function"
@@ -282,18 +273,16 @@ class Evaluate(JobCallback):
         self._merge(ph)
         collecting = ph.collecting if ph else []
         for o in collecting: o.gather(ph.dl, self.dst)
-        if ph and ph.dl is not None and self.phases.split and not self.phases.fitting: self._set_loss(len(ph.sizes))
+        if ph and ph.sizes and self.phases.split and not self.phases.fitting: self._set_loss()
         if collecting and getattr(ph.dl.source, 'in_turn', None) is False: self.phases.warn_once('views', _views)
         if not self.phases.world.rank: self.reduction.unsettled.report()
 
-    def _set_loss(self, n):
-        "Set the loss of the last batch, this rank's `n`-th, to that of one process; one exchange"
-        learn,mine = self.learn,None
-        if n and self.batch.part and len(learn.yb) and not learn.loss.ndim: mine = [float(o) for o in self._loss_parts()]
-        ranks = gather_objs((n,mine))
-        last = max(k for k,_ in ranks)
-        parts = [o for k,o in ranks if k==last and o]
-        if parts: learn.loss = learn.loss.new_tensor(sum(o[0] for o in parts)/sum(o[1] for o in parts))
+    def _set_loss(self):
+        "Set the loss of the last batch to that of one process; one all-reduce"
+        learn = self.learn
+        if not len(learn.yb) or learn.loss.ndim: return
+        num,den = all_reduce(self._loss_numbers()).tolist()
+        learn.loss = learn.loss.new_tensor(num/den)
 
     def _set_silent(self, m, silent):
         "Let the recorder's call of `m.accumulate` do nothing, or what it does"
@@ -309,17 +298,12 @@ class Evaluate(JobCallback):
         self.ways,self.planned = {},[]
         self.reduction.forget()
 
-    def _loss_numbers(self, n):
-        "Return this rank's part of numerator and denominator of the batch's loss, and its size"
-        with plain():
-            l,(summed,counts),d = self.learn.loss.detach(),self.reduction.kind,None
-            if l.ndim: l = l.mean()
-            elif summed: d = 1.
-            elif counts: d = normaliser(self.reduction.loss_func, self.learn.yb[0])
-            if d is None: d = n
-            if l.is_cpu: return [l.item()*d if d else 0., d, n]
-            d = torch.as_tensor(d, device=l.device)
-            return torch.stack([torch.where(d>0, l*d, 0.), d.to(l.dtype), l.new_full((), n)])
+    def _loss_numbers(self):
+        "Return this rank's part of numerator and denominator of the batch's loss; in training that loss is the same on all ranks already"
+        learn = self.learn
+        if not len(learn.yb): return torch.tensor([0.,1.])
+        if learn.training: return torch.stack([learn.loss.detach().mean().cpu(), torch.tensor(1.)])
+        with plain(): return self.batch.scale().numbers(learn.loss)
 
     def _plan(self, ph, here):
         "Set how each metric is merged; what a batch with targets does not show is probed again in the next phase, and gets whole batches meanwhile"
@@ -339,7 +323,7 @@ class Evaluate(JobCallback):
 
     def _show_whole(self, ph, here):
         "Call the metrics that need whole batches on the Learner with the attributes of one process"
-        batch = to_device(whole_batch(here, here and self._loss_parts(), self.settled), self.phases.world.device)
+        batch = to_device(whole_batch(here, self._loss_numbers(), self.settled), self.phases.world.device)
         if not len(batch['yb']): return
         if ph.dl.n is not None: batch['n_iter'] = ph.dl.n_steps()
         with overridden(self.learn, iter=len(ph.sizes), **batch):
@@ -349,20 +333,13 @@ class Evaluate(JobCallback):
                     add_note(e, _shown.format(m.name))
                     raise
 
-    def _loss_parts(self):
-        "Return this rank's part of numerator and denominator of the batch's loss; in training that loss is the same on all ranks already"
-        if not len(self.learn.yb): return 0.,1.
-        if self.learn.training: return self.learn.loss.detach().mean().cpu(),1.
-        num,den,_ = self._loss_numbers(find_bs(self.learn.yb))
-        return num,self.batch.part/self.phases.size if self.reduction.kind[0] else den
-
     def _merge(self, ph):
         "Give all metrics of the phase the state of all ranks; one that cannot be merged gets whole batches from then on"
         training = self.learn.training
         if not ph or ph.dl is None or not ph.recorder or training and not ph.train_metrics: return
         mets,losses = self._metrics(training),None
         for m in mets: self._set_silent(m, False)
-        if ph.losses and not training: losses = _stacked(ph.losses),self.reduction.kind[0]
+        if ph.losses: losses = torch.stack(ph.losses).double().cpu()
         ways = {k:way or 'whole' for k,way in self.ways.items()}
         for m,why in merge_metrics(mets, ph.sizes, ph.zeros, ways, losses):
             self.ways[id(m)] = 'whole'

@@ -26,7 +26,6 @@ from fastai.callback.mixup import MixHandler
 from fastai.losses import BaseLoss,LabelSmoothingCrossEntropy
 from fastai.torch_core import find_bs
 from ..base.errors import *
-from ..launch.pickling import *
 from ..launch.world import *
 from ..comm.collectives import *
 from .probe import *
@@ -132,14 +131,12 @@ def has_two_means(
     return f.weight is not None and f.reduction=='mean'
 
 # %% ../../nbs/304_evaluate.loss.ipynb #820d80d7
-def _theirs(f): return made_in(f).partition('.')[0] in ('torch','fastai')
-
 def _does_as_stated(f):
     "Return whether `f` is a loss of torch or fastai with a `reduction`"
     if isinstance(f, Partial): return _does_as_stated(f.func)
-    if isinstance(f, BaseLoss): return _theirs(type(f).__call__) and _does_as_stated(f.func)
-    if isinstance(f, nn.Module): return 'forward' not in vars(f) and _theirs(type(f).forward) and hasattr(f, 'reduction')
-    return isinstance(f, FunctionType) and _theirs(f) and 'reduction' in signature(f).parameters
+    if isinstance(f, BaseLoss): return of_framework(type(f).__call__) and _does_as_stated(f.func)
+    if isinstance(f, nn.Module): return 'forward' not in vars(f) and of_framework(type(f).forward) and hasattr(f, 'reduction')
+    return isinstance(f, FunctionType) and of_framework(f) and 'reduction' in signature(f).parameters
 
 def is_opaque(
     loss_func # The loss
@@ -193,7 +190,7 @@ class Reduction:
 
     def forget(self):
         "Forget what is known of losses: an error has ended ranks at different places, and they ask together"
-        self.known,self._key,self._current,self._kind = {},None,None,None # `known`: id of a loss `f` -> whether it is `known`, `how` it reduces, number of `calls` of `ask`
+        self.losses,self._key,self._last = {},None,None # `losses`: id of a loss `f` -> whether it is `known`, `how` it reduces, its `kind`, number of `calls` of `ask`
         self.noted = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
 
     def note(self)->bool: # As `is_known`
@@ -201,47 +198,51 @@ class Reduction:
         f = self.learn.loss_func
         key,self.noted = (f,getattr(f, 'reduction', None)),True
         if self._key!=key:
-            if id(f) not in self.known: self.known[id(f)] = SimpleNamespace(f=f, known=not is_opaque(f), how=None, calls=0)
-            self._key,self._current = key,self.known[id(f)]
+            if id(f) not in self.losses: self.losses[id(f)] = SimpleNamespace(f=f, known=not is_opaque(f), how=None, calls=0)
+            self._key,self._last = key,self.losses[id(f)]
             self._set_kind()
-        return self._current.known
+        return self._last.known
 
     def _set_kind(self):
-        f,how = self._current.f,self._current.how
-        summed = is_summed(f) if how not in ('sum','mean') else how=='sum'
-        self._kind = summed,has_normaliser(f)
+        loss = self._last
+        summed = loss.how=='sum' if loss.how in ('sum','mean') else is_summed(loss.f)
+        loss.kind = summed,has_normaliser(loss.f)
+
+    @property
+    def last(self):
+        "What is known of the loss that was noted last, else of the Learner's"
+        if not self.noted: self.note()
+        return self._last
 
     @property
     def is_known(self):
-        "Whether there is nothing left to ask of the loss that was noted last, else of the Learner's"
-        if not self.noted: self.note()
-        return self._current.known
+        "Whether there is nothing left to ask of that loss"
+        return self.last.known
 
     @property
     def loss_func(self):
-        "Loss function that was noted last, else the Learner's"
-        if not self.noted: self.note()
-        return self._current.f
+        "That loss"
+        return self.last.f
 
     @property
     def kind(self):
         "Whether that loss is a sum, and whether its mean has a normaliser"
-        if not self.noted: self.note()
-        return self._kind
+        return self.last.kind
 
     def ask(self,
         here # The Learner with this rank's batch, `None` if it has none
     ):
         "Determine the reduction of the loss, unless it is known; all ranks call it at the same place"
         if self.is_known: return
-        o = self._current
+        o,mine = self._last,None
         o.calls += 1
         if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
-        mine = (here.pred,here.yb) if here is not None and len(here.yb) else None
+        if here is not None and len(here.yb): mine = here.pred,here.yb
         found = {*gather_objs(mine and loss_reduction(o.f, *mine))}-{None}
         if not found: found = {self._ask_together(o.f, gather_objs(mine))}-{None}
         if not found: return
-        o.known,o.how = True,found.pop() if len(found)==1 else 'unknown' if 'unknown' in found else 'other'
+        differ = 'unknown' if 'unknown' in found else 'other'
+        o.known,o.how = True,found.pop() if len(found)==1 else differ
         self._set_kind()
         if self.world.rank: return
         what,hint = _two_means if has_two_means(o.f) else _neither

@@ -32,7 +32,7 @@ import numbers,pickle,torch,numpy as np
 from contextlib import suppress
 from copy import copy
 from functools import reduce
-from itertools import accumulate as sums_of,chain
+from itertools import accumulate as sums_of,chain,zip_longest
 from fastcore.all import *
 from fastai.basics import *
 from fastai.metrics import accuracy,accuracy_multi,error_rate,mae,mse,msle,top_k_accuracy
@@ -109,7 +109,7 @@ def in_turn(
     "Return the pieces of `parts` that belong to one batch, in the order of one process; whole `parts`, rank by rank, if that order is unknown"
     ranks = list(map(_pieces, parts, sizes))
     if None in ranks: return list(parts)
-    return [o[k] for k in range(max(map(len, ranks))) for o in ranks if k<len(o)]
+    return [o for step in zip_longest(*ranks) for o in step if o is not None]
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #7468220f
 def is_number(
@@ -118,16 +118,12 @@ def is_number(
     "Return whether `o` is a number, or an array or tensor of numbers"
     return isinstance(o, (numbers.Number,torch.Tensor,np.ndarray)) and not isinstance(o, bool)
 
-_of_numbers = dict(max=max, min=min)
-_of_arrays = dict(max=np.maximum, min=np.minimum, rows=np.concatenate)
-_of_tensors = dict(max=torch.maximum, min=torch.minimum, rows=torch.cat)
-
 def _merge_nums(zero, parts, how, sizes):
     if how=='sum': return sum(p-zero for p in parts)+zero if is_number(zero) else sum(parts[1:], parts[0])
-    ways = _of_numbers
-    if isinstance(parts[0], np.ndarray): ways = _of_arrays
-    if isinstance(parts[0], torch.Tensor): ways = _of_tensors
-    return ways[how](in_turn(parts, sizes)) if how=='rows' else reduce(ways[how], parts)
+    if isinstance(parts[0], numbers.Number) and how!='rows': return dict(max=max, min=min)[how](parts)
+    lib = torch if isinstance(parts[0], torch.Tensor) else np
+    if how=='rows': return lib.concatenate(in_turn(parts, sizes))
+    return reduce(getattr(lib, how+'imum'), parts) # of each item
 
 def _latest(parts, sizes):
     "Return the part of the rank that had the last batch with samples"
@@ -179,7 +175,9 @@ def join_rows(
 ):
     "Return the concatenation of `parts`; rows whose shapes differ are items of an `L`, as in fastai"
     if any(isinstance(p, L) for p in parts):
-        return sum((p if isinstance(p, L) else L(o for o in p.unbind(dim)) for p in parts), L())
+        res = L()
+        for p in parts: res += p if isinstance(p, L) else L(p.unbind(dim))
+        return res
     if is_listy(parts[0]): return type(parts[0])(join_rows(list(o), dim) for o in zip(*parts))
     if isinstance(parts[0], dict): return {k:join_rows([p[k] for p in parts], dim) for k in parts[0]}
     return to_concat(parts, dim)
@@ -217,7 +215,8 @@ def known_way(
     users = [c for c in type(met).__mro__[:-1] if not c.__module__.startswith('fastai.')]
     own = {k for c in users for k,v in vars(c).items() if isinstance(v, (FunctionType,property))}
     if not own<=_kept or isinstance(met, AvgSmoothLoss): return 'whole'
-    return 'sum' if not is_average(met) or any(met.func is o for o in _means) else None
+    unknown = is_average(met) and not any(met.func is o for o in _means)
+    return None if unknown else 'sum'
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #be5afeff
 def _mix(t, others, g):
@@ -340,14 +339,12 @@ def hold(
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #f8589710
 def batch_losses(
-    parts:list, # For each rank, shape `(batches, 3)`: numerator, denominator and size
-    summed:bool # Whether a batch loss is a sum, and not divided
+    parts:list, # For each rank, numerator and denominator of each batch, shape `(batches, 2)`
+    sizes:list # For each rank, the sizes of its batches
 )->tuple: # Sum of batch losses times size, and number of samples, as in `AvgLoss`
     "Return the totals that one process would have accumulated"
-    t = torch.zeros(max(map(len, parts)), 3, dtype=torch.float64)
-    for p in parts: t[:len(p)] += p
-    loss = t[:,0] if summed else t[:,0]/t[:,1]
-    return (loss*t[:,2]).sum(),int(t[:,2].sum())
+    (num,den),ns = sum(parts).T,torch.tensor(sizes).sum(0)
+    return (num/den*ns).sum(),int(ns.sum())
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #9a01c011
 def _into(old, new):
@@ -400,9 +397,10 @@ class _State:
 def _from_rank0(states, sizes):
     "Merge `states`, and let their metrics have the values that rank 0 computes; return those that cannot be merged, with the reason"
     if not states: return []
-    here,sent = this_world().rank==0,None
-    if here: sent = [(why := s.merge(sizes), None if why else Outcome(s.met)) for s in states]
-    failed = []
+    here,sent,failed = this_world().rank==0,[],[]
+    for s in states if here else ():
+        why = s.merge(sizes)
+        sent.append((why, None if why else Outcome(s.met)))
     for s,(why,outcome) in zip(states, broadcast_obj(sent)):
         if why:
             failed.append((s.met,why))
@@ -417,7 +415,7 @@ def merge_metrics(
     sizes:list, # Sizes of this rank's batches
     zeros:dict, # `id` of a metric -> its `zero_state`
     ways:dict={}, # `id` of a metric -> its way, as from `known_way`; 'sum' by default
-    losses:tuple=None # This rank's part and `summed`, as for `batch_losses`; `None` without batches, or if the loss is a mean over samples
+    losses:torch.Tensor=None # This rank's part, as for `batch_losses`; `None` without batches, or if the loss is a mean over samples
 )->list: # `(metric, reason)` of each that cannot be merged, which is unchanged
     "Merge the state of each of `mets` over ranks, in place: one exchange for them all, and a second one for the values of those with rows"
     mets = [m for m in mets if type(m).accumulate is not Metric.accumulate and ways.get(id(m))!='whole']
@@ -426,13 +424,16 @@ def merge_metrics(
     with exchange('merge_metrics'):
         sent,sizes,losses = zip(*gather_objs(([s.sent() for s in states], sizes, losses)))
         for s,*parts in zip(states, *sent): s.take(parts)
-        rows = gather_objs([s.large for s in states], 0) if any(s.rows for s in states) else []
-    if rows:
-        for s,*parts in zip(states, *rows): s.parts = [a|b for a,b in zip(s.parts, parts)]
-    if any(losses):
-        parts,summed = zip(*filter(None, losses))
+        rows = []
+        if any(s.rows for s in states): rows = gather_objs([s.large for s in states], 0)
+    for s,*parts in zip(states, *rows): # on rank 0
+        if parts: s.parts = [a|b for a,b in zip(s.parts, parts)]
+    if losses[0] is not None:
         of_loss = [s for s in states if type(s.met).accumulate is AvgLoss.accumulate]
-        for s in of_loss: s.met.total,s.met.count = batch_losses(parts, summed[0])
+        for s in of_loss: s.met.total,s.met.count = batch_losses(losses, sizes)
         states = [s for s in states if s not in of_loss]
     failed = _from_rank0([s for s in states if s.rows], sizes)
-    return failed+[(s.met,why) for s in states if not s.rows and (why := s.merge(sizes))]
+    for s in states:
+        why = '' if s.rows else s.merge(sizes)
+        if why: failed.append((s.met,why))
+    return failed

@@ -26,14 +26,13 @@ from fastai.basics import *
 from fastai.text.models.awdlstm import EmbeddingDropout,RNNDropout,WeightDropout
 from ..base.overrides import *
 from ..base.values import *
-from ..launch.pickling import *
 from ..comm.rng import *
 from .probe import *
 
 # %% ../../nbs/307_evaluate.mixing.ipynb #e409aa2d
 def _is_users(f):
     f = getattr(f, 'func', f)
-    return (made_in(f) or made_in(type(f))).partition('.')[0] not in ('torch','fastdist')
+    return (package_of(f) or package_of(type(f))) not in ('torch','fastdist')
 
 @contextmanager
 def unhooked(
@@ -48,6 +47,7 @@ def unhooked(
         yield
 
 # %% ../../nbs/307_evaluate.mixing.ipynb #a25198cd
+_most = 6 # samples that are run
 _known = nn.modules.batchnorm._BatchNorm,nn.modules.dropout._DropoutNd,RNNDropout,WeightDropout,EmbeddingDropout
 
 def _tensors(o):
@@ -130,12 +130,11 @@ def _first(probe, xb, n, training):
 # %% ../../nbs/307_evaluate.mixing.ipynb #3305ab31
 def first_mixing(
     probe, # `CopyProbe`, or what else runs a model's forward pass
-    xb:tuple, # Inputs of a batch
-    most:int=6 # Samples to run
+    xb:tuple # Inputs of a batch
 ): # Name in the model; `None` where none was found
     "Return the first module whose output for a sample depends on other samples; raise an error where no probe can be made"
     total = find_bs(xb)
-    xb,n = cut(tuple(xb), total, slice(most)),min(total, most)
+    xb,n = cut(tuple(xb), total, slice(_most)),min(total, _most)
     if n<2: return # one sample shows nothing
     with unnoticed(together=True):
         for training in (True,False):
@@ -164,15 +163,20 @@ def _random_state():
     py,npy,*ts = global_random()
     return py,npy[1].tobytes(),npy[2:],[t is not None and t.numpy().tobytes() for t in ts]
 
-def _as_float(t):
-    "Return the tensor `t` as one that can be averaged"
-    return t if t.dtype in (torch.float,torch.double) or t.is_complex() else t.float()
+def _floats(o):
+    "Return the tensors in the nested `o` as ones that can be averaged"
+    ts,wide = [t for _,t in leaves('', o) if isinstance(t, Tensor)],(torch.float,torch.double)
+    return [t if t.dtype in wide or t.is_complex() else t.float() for t in ts]
 
-def _parts_differ(o, run, parts, c, n):
-    "Return whether `run`, called with `Copies` of `o` and each of `parts`, makes something else of the last, the whole, than of the first two, put together; `None` where it draws or cannot be run"
+def _parts_differ(o, run, part, total):
+    "Return whether `run`, called with `Copies` of `o` and a batch, makes something else of a few of `total` samples than of two parts of them, put together; `None` where it draws or cannot be run"
+    n = min(total, _most)
+    c = n//3
+    if total<4: return
+    rows = (slice(0,c),1.),(slice(c,n),1.3),(slice(0,n),1+.3*(n-c)/n) # with a factor of losses, so that that of a batch is the mean of those of its parts
     def found(copies):
         before = _random_state()
-        a,b,whole = [[_as_float(t) for _,t in leaves('', run(copies, p)) if isinstance(t, Tensor)] for p in parts]
+        a,b,whole = [_floats(run(copies, part(*o))) for o in rows]
         if _random_state()!=before or not len(a)==len(b)==len(whole): return
         return any(mixes(x, y, w, c, n) for x,y,w in zip(a, b, whole))
     return probed(o, found)
@@ -235,34 +239,25 @@ def callback_mixes(
     cb:Callback, # A user's
     event:str, # As for `given`
     was:dict, # From `given`, before the event
-    learn:Learner, # With `cb`
-    most:int=6 # Samples to run
+    learn:Learner # With `cb`
 )->bool: # `None` where a probe shows nothing
     "Return whether what `cb` makes of a batch in `event` is more than what it makes of parts of it, put together; of losses, their mean"
     total = find_bs(was.get('yb') or was['xb'])
-    if total<4 or not all(was[k].isfinite().all() for k in was if 'loss' in k): return
-    n = min(total, most)
-    c = n//3
-    sizes = (slice(0,c),1.),(slice(c,n),1.3),(slice(0,n),1+.3*(n-c)/n)
-    parts = [_part(was, total, *o) for o in sizes]
+    if not all(v.isfinite().all() for k,v in was.items() if 'loss' in k): return
     def run(copies, part): return run_event(cb, event, copies, learn, part)
-    return _parts_differ((own_values(cb),type(cb)), run, parts, c, n)
+    return _parts_differ((own_values(cb),type(cb)), run, partial(_part, was, total), total)
 
 # %% ../../nbs/307_evaluate.mixing.ipynb #756154d4
 def mixing_transform(
     tfms:Pipeline, # Of batches, or anything else
-    b:tuple, # Batch, perhaps transformed already
-    most:int=6 # Samples to run
+    b:tuple # Batch, perhaps transformed already
 ): # A transform of `tfms`; `None` where none was found
     "Return the first of `tfms` that makes something else of a batch than of its parts"
     if not isinstance(tfms, Pipeline): return
     total = find_bs(b)
-    if total<4: return
-    n = min(total, most)
-    c = n//3
-    def run(copies, part): return copies()(apply(torch.clone, part), split_idx=0)
-    parts = [cut(tuple(b), total, rows) for rows in (slice(c),slice(c,n),slice(n))]
-    return first(t for t in tfms.fs if _parts_differ(t, run, parts, c, n))
+    def part(rows, factor): return apply(torch.clone, cut(tuple(b), total, rows))
+    def run(copies, part): return copies()(part, split_idx=0)
+    return first(t for t in tfms.fs if _parts_differ(t, run, part, total))
 
 # %% ../../nbs/307_evaluate.mixing.ipynb #3d518472
 def _hook_result(f, p, g, accumulated):
@@ -290,7 +285,7 @@ def hook_linearity(
     for k,p in model.named_parameters():
         found = []
         for kind,accumulated in (('_backward_hooks',False),('_post_accumulate_grad_hooks',True)):
-            hooks = [f for f in (getattr(p, kind, None) or {}).values() if p.numel() and _is_users(f)]
-            found += [probed(f, lambda copies: _is_linear(copies(), p, accumulated)) for f in hooks]
-        if found: res[k] = False if False in found else None if None in found else True
+            hooks = filter(_is_users, (getattr(p, kind, None) or {}).values())
+            if p.numel(): found += [probed(f, lambda copies: _is_linear(copies(), p, accumulated)) for f in hooks]
+        if found: res[k] = first(o for o in (False,None,True) if o in found)
     return res

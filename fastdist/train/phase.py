@@ -32,7 +32,7 @@ class Phase:
     dl:DistributedDL=None # This rank's share; `None` where each rank goes over all of the loader
     recorder:Recorder=None # The Learner's, where it has one
     sizes:list=field(default_factory=list) # Samples in each of this rank's batches so far, of those that count
-    losses:list=field(default_factory=list) # Of these batches `(numerator, denominator, samples)`, where the loss is no mean over samples
+    losses:list=field(default_factory=list) # Numerator and denominator of each batch, where the loss is no mean over samples
     collecting:list=field(default_factory=list) # Batches that callbacks collect, which gather predictions
     whole:list=None # Metrics that are shown whole batches; `None` before the first batch
     zeros:dict=field(default_factory=dict) # Identity of a metric -> its state before the first batch
@@ -112,16 +112,15 @@ class Phases:
     @contextmanager
     def shown(self):
         "Return a context manager for a fit, in which `learn.dls` has shares in the place of its loaders"
-        self.fitting,self.shown_in,self.found = True,[],{}
+        self.fitting,self.shown_in,self.found = True,[],{} # `found`: share -> the user's loader
         try:
             self.show()
             yield
         finally:
             for ls in self.shown_in:
                 for i,o in enumerate(ls):
-                    if id(o) in self.found: ls[i] = self.found[id(o)][0]
-                    elif isinstance(o, StepDL): ls[i] = o.dl
-            for o in (*self.shares.values(),*[s for _,s in self.found.values()],getattr(self.learn, 'dl', None)):
+                    if isinstance(o, StepDL): ls[i] = self.found.get(o, o.dl)
+            for o in (*self.shares.values(),*self.found,getattr(self.learn, 'dl', None)):
                 if isinstance(o, StepDL): o.by_hand = None
             self.shown_in = None
 
@@ -131,9 +130,10 @@ class Phases:
         if self.shown_in is None or self.size==1 or not isinstance(ls, list): return
         if not any(o is ls for o in self.shown_in): self.shown_in.append(ls)
         for i,o in enumerate(ls):
-            if id(o) in self.found: continue
-            ls[i] = self.share(o, training=i==0)
-            if ls[i] is not o: self.found[id(ls[i])] = o.dl if isinstance(o, StepDL) else o,ls[i]
+            ours = isinstance(o, StepDL)
+            if ours and o in self.found: continue
+            ls[i] = share = self.share(o, training=i==0)
+            if share is not o: self.found[share] = o.dl if ours else o
 
     def _by_hand(self, share):
         "Return an iterator over `share` for code of the user's; all of the loader for rank 0 alone, and where no fit runs"

@@ -175,7 +175,7 @@ class CurrentBatch:
     def scale(self,
         fraction:float=1. # Of the batch in its accumulation window
     )->BatchScale:
-        "Return the scale of this rank's batch, by its samples and targets of now; once a fit, ranks exchange how many targets a sample has"
+        "Return the scale of this rank's batch, by its samples and targets of now; once a fit, in training, ranks exchange how many targets a sample has"
         learn,dl,size,(summed,counts) = self.learn,self.phases.source,self.size,self.reduction.kind
         shared,samples = isinstance(dl, DistributedDL),self.part
         total = dl.total(learn.iter) if shared else batch_total(dl, learn.iter)
@@ -185,8 +185,8 @@ class CurrentBatch:
             if n!=planned: samples = n*size/total
         if summed or not counts: return BatchScale(samples, size, summed, fraction=fraction)
         y = learn.yb[0]
-        if self.per_sample is None:
+        if self.per_sample is None and learn.training:
             self.per_sample = 1. if y.ndim<2 else all_reduce(tensor([math.prod(y.shape[1:])*1.]), 'max').item()
         v = normaliser(self.reduction.loss_func, y)
-        counted = None if v is None or not samples else v/self.per_sample*size/total
+        counted = None if v is None or not samples else v/(self.per_sample or 1.)*size/total
         return BatchScale(samples, size, counted=counted, fraction=fraction)

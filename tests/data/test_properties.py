@@ -102,10 +102,12 @@ def test_the_extreme_of_ranks_is_that_of_all(xs, how):
 
 @given(lists(floats(-9, 9), max_size=80), bss, sizes, booleans())
 def test_losses_of_slices_are_those_of_batches(xs, bs, size, summed):
-    ranks,_ = divided(len(xs), bs, size)
-    rows = [torch.tensor([[sum(xs[i] for i in b), len(b), len(b)] for b in o], dtype=torch.float64).view(-1, 3) for o in ranks]
-    batches = steps(np.array(xs), bs*size)
-    total,n = batch_losses(rows, summed)
+    ranks,lens = divided(len(xs), bs, size)
+    batches,rows = steps(np.array(xs), bs*size),torch.zeros(size, len(lens[0]), 2, dtype=torch.float64)
+    for r,o in enumerate(ranks):
+        for k,b in enumerate(o): rows[r,k] = torch.tensor([sum(xs[i] for i in b), len(b)/(len(batches[k]) if summed else 1)], dtype=torch.float64)
+    for o in lens: o += [0]*(len(lens[0])-len(o)) # a rank without samples makes the step
+    total,n = batch_losses([*rows], lens)
     want = sum(sum(b)*(len(b) if summed else 1) for b in batches)
     assert n==len(xs) and abs(float(total)-want)<1e-9*(1+sum(map(abs, xs))*len(xs))
 
