@@ -43,8 +43,7 @@ class _Part:
         self.s = [*map(state.__getitem__, params)]
         if row is noop: return
         for s in self.s:
-            loaded = [k for k,v in s.items() if hasattr(v, '_local_tensor')]
-            for k in loaded: s[k] = local(s[k])
+            for k,v in s.items(): s[k] = local(v) # may have been loaded in shards
 
     def __getitem__(self, k): return [*map(itemgetter(k), self.s)]
 

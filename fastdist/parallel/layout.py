@@ -404,7 +404,7 @@ class Replicated(Layout):
     def forget(self):
         "Restore norms, and let Accelerate forget the wrappers"
         super().forget()
-        self.wrapped,self.one,self.exchanging = None,None,True # a `Wrapped`; gradient that a pass begins from; whether this batch exchanges
+        self.wrapped,self.exchanging = None,True # a `Wrapped`; whether this batch exchanges
         self.waits = self.unwrapped = self.looks = False # `waits`: whether DDP waits for a backward pass
         self.live.forget()
 
@@ -449,7 +449,8 @@ class Replicated(Layout):
         w = self.wrapped
         try:
             if not self.waits: return run(t, g)
-            if g is None: g = self._one(t)
+            if g is None:
+                with plain(): g = torch.ones_like(t)
             ts,gs = [t],[g]
             if w.looks:
                 ts = w.see(run, t, g)
@@ -462,13 +463,6 @@ class Replicated(Layout):
             for text,hint in _hints.items():
                 if text in str(e): add_note(e, hint)
             raise
-
-    def _one(self, t):
-        "Return what torch begins the pass over the number `t` from, made once"
-        one = self.one
-        if one is not None and not one._version and not t.ndim and (one.dtype,one.device)==(t.dtype,t.device): return one
-        with plain(): self.one = torch.ones_like(t)
-        return self.one
 
     def _numbers(self, numbers):
         "Return what this rank sends: `numbers`, its request, and a flag for each parameter; a batch of padding counts for none"
