@@ -18,7 +18,7 @@ for rank 0. Rank 0 calls these as a single process would. Who is called at which
 
 # %% auto #0
 __all__ = ['cancels', 'accumulate', 'records_plainly', 'record_batch', 'call_of', 'run_events', 'is_users', 'decides',
-           'is_agreed', 'is_local', 'answers', 'deciders', 'reverted', 'Rank0Calls', 'Events']
+           'raised_in', 'is_agreed', 'answers', 'deciders', 'reverted', 'Rank0Calls', 'Events']
 
 # %% ../../nbs/701_train.events.ipynb #ae8c6caa
 import traceback,zlib
@@ -138,28 +138,24 @@ def run_events(
     f:callable, # What the events surround
     event_type:str, # 'batch', 'backward', 'step' and so on
     ex:type, # Exception that cancels `f`
-    final:callable=noop, # Called at the end
-    settle:callable=noop # Called with an exception that cancels, before it takes effect
+    final:callable=noop # Called at the end
 ):
     "Call `f` and the events around it, as fastai's `Learner._with_events` does"
     try:
         call('before_'+event_type)
-        try: f()
-        except cancels as e:
-            settle(e)
-            raise
+        f()
     except ex: call('after_cancel_'+event_type)
     call('after_'+event_type)
     final()
 
 # %% ../../nbs/701_train.events.ipynb #8d183791
-def _known(module): return module.partition('.')[0] in ('fastai','fastcore','fastdist','builtins')
+def _known(package): return package in ('fastai','fastcore','fastdist','builtins')
 
 def is_users(
     cb:Callback # A Learner's
 )->bool:
     "Return whether `cb` is a user's: of a class that is not fastai's or ours, or a `Callback` that was given functions"
-    return type(cb) is Callback or not _known(type(cb).__module__)
+    return type(cb) is Callback or not _known(package_of(type(cb)))
 
 def decides(
     cb:Callback # A Learner's
@@ -168,21 +164,20 @@ def decides(
     return bool(vars(cb).get('decides', getattr(type(cb), 'decides', False)))
 
 # %% ../../nbs/701_train.events.ipynb #3f4acffe
+def raised_in(
+    e:BaseException # That was caught
+)->str:
+    "Return the name of the package whose code has raised `e`"
+    *_,(frame,_) = traceback.walk_tb(e.__traceback__)
+    return frame.f_globals.get('__name__', '').partition('.')[0]
+
 def is_agreed(
     e:Exception # One of `cancels`
 )->bool:
     "Return whether all ranks raise `e`: after a vote, or in code of fastai, which decides by what all ranks know"
-    *_,last = traceback.walk_tb(e.__traceback__)
-    return getattr(e, 'agreed', False) or _known(last[0].f_globals.get('__name__', ''))
+    return getattr(e, 'agreed', False) or _known(raised_in(e))
 
 # %% ../../nbs/701_train.events.ipynb #6426163f
-def is_local(
-    cb:Callback, # A Learner's
-    training:bool # Whether it trains, and does not evaluate
-)->bool:
-    "Return whether `cb` is fastai's callback that cancels an evaluation by what this rank alone knows"
-    return not training and isinstance(cb, TerminateOnNaNCallback)
-
 def answers(
     cb:Callback, # A Learner's
     event_name:str # Event
@@ -196,7 +191,7 @@ def deciders(
     cbs:list # A Learner's callbacks
 )->list: # Names of their classes
     "Return the classes of those `cbs` that may cancel by what one rank alone knows; ranks vote after them, so all ranks must have the same"
-    return [type(cb).__name__ for cb in cbs if decides(cb) or is_local(cb, False)]
+    return [type(cb).__name__ for cb in cbs if decides(cb) or isinstance(cb, TerminateOnNaNCallback)]
 
 # %% ../../nbs/701_train.events.ipynb #26cc064a
 _loop = 'dl','iter','n_iter','epoch','n_epoch','train_iter','pct_train','training','xb','yb','pred','loss','loss_grad','smooth_loss'
@@ -346,9 +341,10 @@ class Events:
         "Return pairs of a callback that does something at `event_name` and the function that calls it, in order"
         if self.rank is None and not hasattr(event, event_name): raise Exception(f'missing {event_name}') # as fastai does
         training = self.learn.training
+        own_losses = self.windowed or not training # `learn.loss` is that of this rank
         for cb in sorted(self.learn.cbs.items, key=attrgetter('order')):
             own = self.rank is not None and is_rank0_only(cb)
-            local = event_name=='after_batch' and is_local(cb, training and not self.windowed)
+            local = event_name=='after_batch' and own_losses and isinstance(cb, TerminateOnNaNCallback)
             votes = self.voting and (local or decides(cb))
             elsewhere = own and self.rank and not votes
             if elsewhere or not answers(cb, event_name): continue

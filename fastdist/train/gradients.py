@@ -132,8 +132,9 @@ class RegularisationTerms:
         if self.rank or cls in self.named: return is_term
         late = window.callback and cb.order>window.callback.order
         of_batch = kind=='batch' and cls is not RNNRegularizer
+        no_mean = summed or self.batch.divides_unevenly
         mixed = callback_mixes(cb, 'after_loss', found, self.learn) if is_term and not summed else False
-        if not is_term or late or mixed or of_batch and (summed or self.batch.divides_unevenly):
+        if any((not is_term, late, mixed, of_batch and no_mean)):
             self.named.add(cls)
             warn(_changes.format(cls.__name__))
         elif mixed is None and of_batch:
@@ -235,12 +236,11 @@ class BackwardPasses:
         self.first,self.leftover = True,False # whether the fit has had no pass over a loss; whether there are gradients of a batch without a step
         self.due,self.n,self.added = False,0,False # whether the pass over the loss is to come; passes of the batch; whether one came before that
         self.cancel,self.lossless,self.joins = None,False,True # this rank's exception in `join`; whether it has no loss then; whether a callback may come there
-        self.known = False # whether it is known how the loss of the batch reduces
         self.sums,self.fractions,self.loss = 0.,0.,None # numbers to send, and fractions of their batches; the loss of all ranks
 
     def begin_batch(self):
         "Begin a batch, whose loss has no pass yet"
-        self.due,self.n,self.known = True,0,False
+        self.due,self.n = True,0
         self.before = vars(self.learn).get('loss') # of the batch before; fastai's 0 at the first
         if not self.windowed: return
         self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
@@ -248,8 +248,8 @@ class BackwardPasses:
 
     def loss_computed(self):
         "Note the loss function that has computed the batch's loss, and find out how it reduces"
-        self.known = self.reduction.note()
-        if self.due and not self.known: self.ask()
+        self.reduction.note()
+        if self.due: self.ask()
 
     def ask(self):
         "Find out how the loss of the batch reduces, unless that is known"
@@ -262,7 +262,7 @@ class BackwardPasses:
     ):
         "Run the pass over the loss of the batch, scaled, and send the numbers of the step with its gradients"
         if self.many and _is_constant(t): raise RuntimeError(_constant)
-        if not self.known: self.ask()
+        self.ask()
         self.due,win,layout = False,self.window,self.layout
         with plain(): # fastai's tensor types cost more here than the arithmetic
             f = self._add(self.batch.scale(win.fraction))
@@ -434,7 +434,8 @@ def _probed_model(model, layout, xb, unsettled):
 def _probe_all(model, phases, layout, empty, unsettled):
     "Warn on rank 0 of the first module of `model` and the first batch transform that mix samples, and of hooks that see one rank's gradient and are not linear"
     learn,idle = phases.learn,phases.world.rank or empty
-    if phases.size==1 or idle and not layout.gathers: return
+    if phases.size==1: return
+    if idle and not layout.gathers: return
     name = _probed_model(model, layout, learn.xb, unsettled)
     if idle: return
     if name is not None: warn(_module_mixes.format(name or 'Your model', type(model.get_submodule(name)).__name__.removeprefix('FSDP')))
@@ -442,9 +443,10 @@ def _probe_all(model, phases, layout, empty, unsettled):
     tfm = mixing_transform(getattr(source, 'after_batch', None), (*learn.xb,*learn.yb))
     if tfm: warn(_transform_mixes.format(tfm.name))
     found = hook_linearity(model)
-    nonlinear,unknown = [[k for k,linear in found.items() if linear is o][:4] for o in (False,None)]
-    if nonlinear: warn(_nonlinear.format(', '.join(nonlinear)))
-    for k in unknown: unsettled.add(f'your hook on {k} sees the gradient of one rank')
+    nonlinear = [k for k,linear in found.items() if linear is False]
+    if nonlinear: warn(_nonlinear.format(', '.join(nonlinear[:4])))
+    unknown = [k for k,linear in found.items() if linear is None]
+    for k in unknown[:4]: unsettled.add(f'your hook on {k} sees the gradient of one rank')
 
 # %% ../../nbs/706_train.gradients.ipynb #ffe7f14a
 _joins = 'after_pred','after_loss','before_backward'

@@ -20,10 +20,10 @@ from fastai.losses import BaseLoss
 from fastai.data.load import DataLoader
 from ..base.errors import *
 from ..base.values import *
-from ..launch.pickling import *
 from ..launch.callbacks import *
 from ..data.fetch import *
 from ..data.loader import *
+from ..evaluate.probe import *
 from ..parallel.passes import *
 from ..parallel.foreach import *
 from ..parallel.context import *
@@ -32,14 +32,13 @@ from .events import *
 # %% ../../nbs/703_train.step.ipynb #b41115b4
 _ints = torch.int8,torch.int16,torch.int32
 
-def _of_library(f): return made_in(f).partition('.')[0] in ('torch','fastai')
-
 def plain_loss(
     f # A Learner's loss
 )->callable: # Called with predictions and targets
     "Return `f`, or, if it is one of fastai's that flatten, a function with its value and type that computes with plain tensors"
-    own = isinstance(f, BaseLoss) and all(_of_library(getattr(type(f), k)) for k in ('__call__','_contiguous')) and _of_library(getattr(type(f.func), 'forward', None))
-    return partial(_flat_loss, f, f.func) if own else f
+    if not isinstance(f, BaseLoss): return f
+    methods = type(f).__call__,type(f)._contiguous,getattr(type(f.func), 'forward', None)
+    return partial(_flat_loss, f, f.func) if all(map(of_framework, methods)) else f
 
 def _flat_loss(f, func, x, *ys):
     y = ys[0] if len(ys)==1 else None
@@ -60,18 +59,20 @@ def _clone(t):
 # %% ../../nbs/703_train.step.ipynb #19b950c2
 def is_plain(
     learn:Learner, # Of any class
-    k:str # Name of a method
+    *methods:str # Names
 )->bool:
-    "Return whether the class of `learn` has fastai's own method `k`"
-    return getattr(type(learn), k).__module__==Learner.__module__
+    "Return whether the class of `learn` has fastai's own `methods`"
+    return all(getattr(type(learn), k).__module__==Learner.__module__ for k in methods)
 
 def runs_plainly(
     learn:Learner # Of any class
 )->bool:
     "Return whether `learn` calls events as fastai does, with none of these methods replaced in its class or in itself, and has no wrapper"
+    replaced = vars(learn).keys() & {'_with_events','__call__','_call_one'}
     hooks = first(hooks_of(learn))
-    ours = ('_with_events',) if hooks and hooks.is_on() and not hooks.found and not any(isinstance(o, WrapperCallback) for o in hooks.cbs) else ()
-    return all(is_plain(learn, k) and (k in ours or k not in vars(learn)) for k in ('_with_events','__call__','_call_one'))
+    if hooks and hooks.is_on() and not hooks.found: # `_with_events` is ours
+        if not any(isinstance(o, WrapperCallback) for o in hooks.cbs): replaced.discard('_with_events')
+    return not replaced and is_plain(learn, '_with_events', '__call__', '_call_one')
 
 # %% ../../nbs/703_train.step.ipynb #db451282
 class LeanStep:
@@ -86,7 +87,7 @@ class LeanStep:
     def override(self):
         "Override the methods"
         learn = self.learn
-        if not all(is_plain(learn, k) for k in ('__call__','_call_one','one_batch')): return
+        if not is_plain(learn, '__call__', '_call_one', 'one_batch'): return
         for k in self._overridden:
             if is_plain(learn, k) and k not in vars(learn): setattr(learn, k, getattr(self, k))
 
@@ -104,7 +105,7 @@ class LeanStep:
     def _split(self, b):
         learn = self.learn
         if self.dls is not learn.dls or not vars(learn).get('iter'): self.dls,self.n_inp = learn.dls,getattr(learn.dls, 'n_inp', None)
-        i = self.n_inp if self.n_inp is not None else 1 if len(b)==1 else len(b)-1
+        i = max(1, len(b)-1) if self.n_inp is None else self.n_inp
         learn.xb,learn.yb = b[:i],b[i:]
 
     def _do_one_batch(self):
@@ -132,7 +133,8 @@ class Lean(OverridingCallback):
     def _override(self):
         self._on_call_one,self.step = Events(self.learn).__call__,LeanStep(self.learn)
         if not runs_plainly(self.learn): return
-        self.__dict__['_overridden'] = [k for k in type(self)._overridden if is_plain(self.learn, k) and (k=='_with_events' or k not in vars(self.learn))]
+        replaced = vars(self.learn).keys()-{'_with_events'}
+        self.__dict__['_overridden'] = [k for k in type(self)._overridden if is_plain(self.learn, k) and k not in replaced]
         super()._override()
         self.step.override()
 

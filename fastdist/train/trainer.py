@@ -25,7 +25,7 @@ The trainer does little by itself. It joins the job and leaves it, and sends wha
 __all__ = ['Training', 'DistributedTrainer']
 
 # %% ../../nbs/709_train.trainer.ipynb #5741cbd2
-import math,os,traceback
+import math,os
 from inspect import signature
 from warnings import warn
 from contextlib import ExitStack,contextmanager,nullcontext
@@ -152,8 +152,7 @@ def _find_in_memory(cb, steps):
 # %% ../../nbs/709_train.trainer.ipynb #a0d1f021
 def _is_own(e):
     "Return whether `e` was raised by code of this rank, as one process would, and not where it waits for others"
-    *_,last = traceback.walk_tb(e.__traceback__)
-    return last[0].f_globals.get('__name__', '').partition('.')[0] not in ('torch','fastdist')
+    return raised_in(e) not in ('torch','fastdist')
 
 def _has_grad(p):
     g = local(p.grad)
@@ -366,7 +365,7 @@ class DistributedTrainer(WrapperCallback):
         self.job = job = JobContext(learn, w, dict(self.options), self.patience, place_model=not self.plan or w.size==1)
         if dtype is not None: job.help(CastBatch(self.accelerator))
         self.accelerator.use(job.member, job.live.acc)
-        self.lean = w.size>1 and all(is_plain(learn, k) for k in ('_with_events','__call__'))
+        self.lean = w.size>1 and is_plain(learn, '_with_events', '__call__')
         self.parts = Training(job, self.plan, self.sync_bn, self.split, self.seed, self.desync_check)
         if w.size>1: _enter(job, self.layout, self.plan, self.sync_bn)
         super()._override()
@@ -416,7 +415,7 @@ class DistributedTrainer(WrapperCallback):
             f = parts.layout.counted(f)
         if self.lean and event_type in ('batch','backward','step'):
             if event_type=='batch' and (learn.training or parts.layout.gathers): f = partial(self._on_batch, f)
-            return run_events(learn._call_one, f, event_type, ex, final, events.settle)
+            return run_events(learn._call_one, partial(_settled, events, f), event_type, ex, final)
         run = partial(super()._on_with_events, run)
         passes,inner = event_type in ('train','validate'),self._fitting or bool(parts.phases.open)
         if passes: run = partial(_in_phase, parts, run)
