@@ -72,9 +72,9 @@ class OneRecord(JobCallback):
     def agree(self):
         "Set the numbers of rank 0, and warn of those that differ"
         rec = getattr(self.learn, 'recorder', None)
-        if self.phases.size==1 or rec is None: return
+        if self.phases.size==1 or not hasattr(rec, 'log'): return
         self.times += 1
-        log,differing = one_record(getattr(rec, 'log', []))
+        log,differing = one_record(rec.log)
         rec.log = L(log)
         names = ['epoch','valid_loss',*self.learn.metrics.attrgot('name')]
         if self.phases.fitting: names = rec.metric_names
@@ -97,6 +97,8 @@ class _FileNumber:
     "Number of the file of a batch, which is the `r`-th slice of the `i`-th global batch"
     def __init__(self, phases): self.phases = phases
     def __str__(self): return str(self.phases.learn.iter*self.phases.size+self.phases.world.rank)
+
+_collected = dict(inputs='with_input', preds='with_preds', targets='with_targs', losses='with_loss') # attribute -> option
 
 class GatheredBatches:
     "Batches that a callback collects on this rank, and then has of all ranks, in the order of one process"
@@ -130,8 +132,7 @@ class GatheredBatches:
         "Let the callback put together the batches of all ranks; one exchange"
         cb = self.cb
         self._restore()
-        asked = dict(inputs=cb.with_input, preds=cb.with_preds, targets=cb.with_targs, losses=cb.with_loss)
-        own = {k:getattr(cb, k) for k,wanted in asked.items() if wanted}
+        own = {k:getattr(cb, k) for k,option in _collected.items() if getattr(cb, option)}
         ranks = gather_objs((self.steps,self.in_time,own), dst)
         in_time = any(o[1] for o in ranks)
         for k in own:
@@ -170,7 +171,7 @@ class LeftInLoss:
             known = k in self.left and self.left[k][0] is new
             if not known and isinstance(new, Tensor) and new.numel()==1: self.left[k] = new,part
 
-    def settle(self,
+    def reduce(self,
         loss_func # As for `note`
     ):
         "Set the numbers of all ranks; one exchange, if there are any"
@@ -183,22 +184,22 @@ class LeftInLoss:
 # %% ../../nbs/306_evaluate.evaluate.ipynb #c61b7d9d
 def sample_rows(
     learn, # Learner with a batch
-    settled:list=() # Tensors that do not belong to the batch, whatever their length
+    older:list=() # Tensors that do not belong to the batch, whatever their length
 )->dict: # Attribute name -> tensor, or nested tensors, with a row for each sample
     "Return the batch, and the tensors with a row for each sample that callbacks have set on the Learner"
     n,res = find_bs(learn.yb or learn.xb),{}
     for k,v in vars(learn).items():
         if k in ('loss','loss_grad') or not isinstance(v, Tensor) or not v.ndim or len(v)!=n: continue
-        if not any(v is o for o in settled): res[k] = v
+        if not any(v is o for o in older): res[k] = v
     return res|dict(pred=learn.pred, xb=learn.xb, yb=learn.yb)
 
 def whole_batch(
     learn, # Learner with this rank's slice, `None` if it has none
     loss:torch.Tensor, # This rank's part of the loss, and of its denominator, shape `(2,)`
-    settled:list=() # As for `sample_rows`
+    older:list=() # As for `sample_rows`
 )->dict: # Attribute name -> its value in one process, on the CPU
     "Return the batch that one process would have; one exchange"
-    rows,losses = zip(*gather_objs((learn and sample_rows(learn, settled),loss)))
+    rows,losses = zip(*gather_objs((learn and sample_rows(learn, older),loss)))
     parts,(num,den) = [o for o in rows if o],sum(losses)
     both = set(parts[0]).intersection(*parts)
     return {k:join_rows([p[k] for p in parts]) for k in both}|dict(loss=num/den)
@@ -220,7 +221,7 @@ class Evaluate(JobCallback):
     def __init__(self, **parts):
         super().__init__(**parts)
         self.ways,self.planned = {},[] # `ways`: identity of a metric -> its way to be merged, `None` to be probed again; `planned`: these metrics
-        self.settled,self.record,self.left,self.dst = [],None,None,None # `dst`: the only rank that gets predictions
+        self.older,self.record,self.left,self.dst = [],None,None,None # `dst`: the only rank that gets predictions
 
     def _metrics(self, training=False):
         "Return the Learner's metrics, before them that of the loss unless in `training`"
@@ -264,7 +265,7 @@ class Evaluate(JobCallback):
 
     def after_train(self):
         "Merge the metrics of the training phase, and what it has left in the loss function"
-        if self.left and not any(self.reduction.kind): self.left.settle(self.reduction.loss_func)
+        if self.left and not any(self.reduction.kind): self.left.reduce(self.reduction.loss_func)
         self._merge(self.phases.current)
 
     def after_validate(self):
@@ -281,8 +282,8 @@ class Evaluate(JobCallback):
         "Set the loss of the last batch to that of one process; one all-reduce"
         learn = self.learn
         if not len(learn.yb) or learn.loss.ndim: return
-        num,den = all_reduce(self._loss_numbers()).tolist()
-        learn.loss = learn.loss.new_tensor(num/den)
+        num,den = all_reduce(self._loss_numbers())
+        learn.loss = learn.loss.new_tensor((num/den).item())
 
     def _set_silent(self, m, silent):
         "Let the recorder's call of `m.accumulate` do nothing, or what it does"
@@ -302,8 +303,10 @@ class Evaluate(JobCallback):
         "Return this rank's part of numerator and denominator of the batch's loss; in training that loss is the same on all ranks already"
         learn = self.learn
         if not len(learn.yb): return torch.tensor([0.,1.])
-        if learn.training: return torch.stack([learn.loss.detach().mean().cpu(), torch.tensor(1.)])
-        with plain(): return self.batch.scale().numbers(learn.loss)
+        with plain():
+            if not learn.training: return self.batch.scale().numbers(learn.loss)
+            l = learn.loss.detach().mean()
+            return torch.stack([l, torch.ones_like(l)])
 
     def _plan(self, ph, here):
         "Set how each metric is merged; what a batch with targets does not show is probed again in the next phase, and gets whole batches meanwhile"
@@ -323,7 +326,7 @@ class Evaluate(JobCallback):
 
     def _show_whole(self, ph, here):
         "Call the metrics that need whole batches on the Learner with the attributes of one process"
-        batch = to_device(whole_batch(here, self._loss_numbers(), self.settled), self.phases.world.device)
+        batch = to_device(whole_batch(here, self._loss_numbers(), self.older), self.phases.world.device)
         if not len(batch['yb']): return
         if ph.dl.n is not None: batch['n_iter'] = ph.dl.n_steps()
         with overridden(self.learn, iter=len(ph.sizes), **batch):
@@ -350,7 +353,7 @@ class Evaluate(JobCallback):
     @contextmanager
     def watching(self):
         "Record the same numbers on all ranks inside this context"
-        self.settled = [o for o in vars(self.learn).values() if isinstance(o, Tensor)]
+        self.older = [o for o in vars(self.learn).values() if isinstance(o, Tensor)]
         self.record = OneRecord(phases=self.phases)
         if self.phases.size>1 and self.learn.cbs.filter(risinstance(ActivationStats)): self.phases.warn_once(ActivationStats, _own_stats)
         with self.learn.added_cbs(self.record):

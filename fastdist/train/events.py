@@ -330,7 +330,7 @@ class Events:
         if self.voting and not is_agreed(e):
             self._record(cb, event_name)
             if self.learn.training and event_name in _joins: self.join(e, event_name)
-        self.settle(e, f'{type(cb).__name__}.{event_name}')
+        self.confirm(e, f'{type(cb).__name__}.{event_name}')
 
     def _record(self, cb, event_name):
         "Record that this rank leaves the batch out"
@@ -406,7 +406,7 @@ def vote(self:Events,
 
 # %% ../../nbs/701_train.events.ipynb #8e0bc4e9
 @patch
-def settle(self:Events,
+def confirm(self:Events,
     e:Exception, # One of `cancels`, about to be raised on this rank
     where:str=None # Callback and event; the function that raised it by default
 ):

@@ -65,7 +65,7 @@ from .gradients import *
 from .buffers import *
 
 # %% ../../nbs/709_train.trainer.ipynb #2a2f9825
-def _warn_lone(env):
+def _warn_one_process(env):
     "Warn where Accelerate's CPU launcher started one process, however many it was to start"
     if 'ACCELERATE_USE_CPU' in env and 'MASTER_PORT' in env and 'RANK' not in env: warn('You set --num_processes to more than one, but `accelerate launch` '
         'started one process. HINT: add --multi_gpu, which without a GPU starts CPU ranks, or use torchrun')
@@ -290,11 +290,11 @@ def _in_phase(parts, run, f, event_type, *args):
     if cancelled: raise cancelled
 
 # %% ../../nbs/709_train.trainer.ipynb #62b74465
-def _settled(events, f):
-    "Call `f`; an exception that cancels is settled with all ranks first"
+def _confirmed(events, f):
+    "Call `f`; an exception that cancels is confirmed by all ranks first"
     try: f()
     except cancels as e:
-        events.settle(e)
+        events.confirm(e)
         raise
 
 # %% ../../nbs/709_train.trainer.ipynb #3e977edb
@@ -349,7 +349,7 @@ class DistributedTrainer(WrapperCallback):
     def _through(self): return self.parts and self.parts.layout.through
 
     def _override(self):
-        _warn_lone(os.environ)
+        _warn_one_process(os.environ)
         w,dtype = self.accelerator.world,self.accelerator.dtype
         with changed_env(**({'ACCELERATE_MIXED_PRECISION':self.precision} if self.precision else {})):
             check_env(os.environ)
@@ -415,13 +415,13 @@ class DistributedTrainer(WrapperCallback):
             f = parts.layout.counted(f)
         if self.lean and event_type in ('batch','backward','step'):
             if event_type=='batch' and (learn.training or parts.layout.gathers): f = partial(self._on_batch, f)
-            return run_events(learn._call_one, partial(_settled, events, f), event_type, ex, final)
+            return run_events(learn._call_one, partial(_confirmed, events, f), event_type, ex, final)
         run = partial(super()._on_with_events, run)
         passes,inner = event_type in ('train','validate'),self._fitting or bool(parts.phases.open)
         if passes: run = partial(_in_phase, parts, run)
         if self.size==1: return run(f, event_type, ex, final)
         if passes: f = partial(parts.phases.go_over, f, learn.dl)
-        f = partial(_settled, events, f)
+        f = partial(_confirmed, events, f)
         if inner or event_type not in ('fit','validate'): return run(f, event_type, ex, final)
         with _together(parts, event_type): return run(f, event_type, ex, final)
 
