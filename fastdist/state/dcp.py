@@ -126,8 +126,12 @@ def filled(
     folder # With files of safetensors
 ): # Of the same form
     "Return `v` with whole tensors in the place of their names"
-    names,have = set(),stored_tensors(folder)
-    map_tensors(v, lambda o: names.add(o) if isinstance(o, Stored) else None)
-    tensors = {k:torch.empty(have[k][0], dtype=have[k][1]) for k in names}
+    have,tensors = stored_tensors(folder),{}
+    def place(o):
+        if not isinstance(o, Stored): return o
+        shape,dtype = have[o]
+        if o not in tensors: tensors[o] = torch.empty(shape, dtype=dtype)
+        return tensors[o]
+    res = map_tensors(v, place)
     fill(folder, tensors)
-    return map_tensors(v, lambda o: tensors[o] if isinstance(o, Stored) else o)
+    return res

@@ -37,10 +37,9 @@ def values(
     "Return the attributes of `o` that can be written to a file and read without pickle"
     return _packable(attributes(o))
 
-def _copies(vals):
-    "Return a copy of `vals`; of long lists, as those of a recorder that only grows, without their items, which takes seconds"
-    long = [k for k,v in vals.items() if type(v) is list and len(v)>1000]
-    return {k:list(v) if k in long else copied(v) for k,v in vals.items()}
+def _copy(v):
+    "Return a copy of `v`; of a long list, as those of a recorder that only grows, without its items, which takes seconds"
+    return list(v) if type(v) is list and len(v)>1000 else copied(v)
 
 # %% ../../nbs/408_state.progress.ipynb #c2627be1
 def _is_users(o): return made_in(type(o)).partition('.')[0] not in ('fastai','fastcore','fastdist')
@@ -76,16 +75,16 @@ class FitChanges:
         res['modules'] = _packable(LearnerState.take(self.learn, 'attrs')['attrs'])
         return res
 
-    def _compare(self): self.before = {k:_copies(vs) for k,vs in self._values().items()}
+    def _compare(self): self.before = {o:{k:_copy(v) for k,v in vs.items()} for o,vs in self._values().items()}
 
     def changed(self)->dict: # Owner -> attribute -> value; `modules` are an owner
         "Return the values that have changed, now or earlier"
         res = {}
         for o,vs in self._values().items():
-            was = self.before.get(o, {})
+            was,res[o] = self.before.get(o, {}),{}
             for k,v in vs.items():
                 if not same_value(was.get(k, absent), v): self.names.add((o,k))
-            res[o] = {k:v for k,v in vs.items() if (o,k) in self.names}
+                if (o,k) in self.names: res[o][k] = v
         return res
 
     def begin(self):

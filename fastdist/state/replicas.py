@@ -73,7 +73,8 @@ def learner_buffers(
 )->dict: # Name -> buffer
     "Return the buffers of the model, and those that only the loss function has"
     own,loss = dict(learn.model.named_buffers()),loss_module(learn.loss_func)
-    return own | {f'loss_func.{n}':b for n,b in loss.named_buffers() if not any(b is o for o in own.values())}
+    known = set(map(id, own.values()))
+    return own | {f'loss_func.{n}':b for n,b in loss.named_buffers() if id(b) not in known}
 
 # %% ../../nbs/402_state.replicas.ipynb #663dbda2
 def optimizer_values(
@@ -246,8 +247,7 @@ class LastBatch:
         "Return whether `t` belongs to the graph of the last batch, or has its rows"
         if not isinstance(t, Tensor): return False
         if id(t) in self.early and self.early[id(t)]() is t: return False
-        has_rows = any(d>1 and d in self.sizes for d in t.shape)
-        return t.grad_fn is not None or has_rows
+        return t.grad_fn is not None or not (self.sizes-{0,1}).isdisjoint(t.shape)
 
 # %% ../../nbs/402_state.replicas.ipynb #af2efceb
 def line_of(
@@ -350,9 +350,9 @@ class AttributeComparison:
     def _numbers_ranks(self, name, vals):
         "Return whether `name` has not changed in the epoch, and is the number of each rank, or tells rank 0 from the others"
         if self.early.get(name, absent)!=self.values[name]: return False
-        ranks = range(len(vals))
-        of_ranks = ranks,[int(r==0) for r in ranks],[int(r>0) for r in ranks]
-        return any(vals==[*map(repr, o)] for o in of_ranks)
+        n = len(vals)
+        of_ranks = range(n),[1]+[0]*(n-1),[0]+[1]*(n-1)
+        return vals in [[*map(repr, o)] for o in of_ranks]
 
     def report(self,
         tables:list, # Of all ranks, `[]` where they are the same
@@ -361,7 +361,7 @@ class AttributeComparison:
         "Warn on rank 0 of what differs between `tables`; all ranks take part"
         if not tables: return
         shared = set(tables[0]).intersection(*tables[1:])
-        found = differing([{n:v for n,v in t.items() if n in shared} for t in tables])
+        found = {n:o for n,o in differing(tables).items() if n in shared}
         if not found: return
         own = gather_objs([n for n in found if self._numbers_ranks(n, [t[n] for t in tables])])
         self.own |= set(found).intersection(*own)

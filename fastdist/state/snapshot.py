@@ -179,10 +179,12 @@ def owners(
     learn # A Learner
 )->dict: # Name -> object
     "Return the Learner, its callbacks that are fastai's or the user's, and its metrics"
-    of_others = {k:cb for k,cb in named_callbacks(learn).items() if type(cb).__module__.partition('.')[0]!='fastdist'}
+    of_others = {k:cb for k,cb in named_callbacks(learn).items() if not _is_ours(cb)}
     return {'Learner':learn} | of_others | {f'metric {i}':m for i,m in enumerate(learn.metrics)}
 
 # %% ../../nbs/401_state.snapshot.ipynb #0dde7965
+def _is_ours(o): return type(o).__module__.partition('.')[0]=='fastdist'
+
 def stateful(
     learn # A Learner
 )->dict: # Name -> object
@@ -191,8 +193,9 @@ def stateful(
     known,res = {id(o) for o in (*own, *learn.cbs, *learn.model.modules())},{}
     for name,o in ({'Learner':learn} | named_callbacks(learn)).items():
         if keeps_own_state(o): res[name] = o
-        elif type(o).__module__.partition('.')[0]!='fastdist':
-            res |= {f'{name}.{k}':v for k,v in vars(o).items() if keeps_own_state(v) and id(v) not in known}
+        elif not _is_ours(o):
+            held = {f'{name}.{k}':v for k,v in vars(o).items() if keeps_own_state(v)}
+            res |= {k:v for k,v in held.items() if id(v) not in known}
     return res
 
 # %% ../../nbs/401_state.snapshot.ipynb #f0655e81
@@ -272,7 +275,7 @@ class OptimizerState:
         "Return the names of parameters, group by group"
         if not self.optim: return dict(names=None)
         names = {id(p):n for n,p in self.net.named_parameters(remove_duplicate=False)}
-        return dict(names=[[names.get(id(p)) for p in ps] for ps in self.lists])
+        return dict(names=[list(map(names.get, map(id, ps))) for ps in self.lists])
 
     def put(self, state):
         "Write copies of what `state` has of the optimizer"
@@ -287,7 +290,8 @@ class OptimizerState:
         self.optim.load_state_dict(opt)
         if not isinstance(self.optim, Optimizer): return # torch's moves its state to the device
         for p,s in self.optim.state.items():
-            s.update({k:v.to(p.device) for k,v in s.items() if isinstance(v, Tensor) and v.ndim})
+            tensors = {k:v for k,v in s.items() if isinstance(v, Tensor)}
+            s.update({k:v.to(p.device) for k,v in tensors.items() if v.ndim})
 
     def _set_lists(self, lists):
         "Let the optimizer step the parameters in `lists`"
@@ -344,7 +348,9 @@ class LearnerState(dict):
         "Return the state of `o`"
         res = cls()
         with held_state():
-            for h in cls._holders(o): res |= {k:getattr(h, k)() for k in h.parts if k in (parts or h.parts)}
+            for holder in cls._holders(o):
+                for k in holder.parts:
+                    if not parts or k in parts: res[k] = getattr(holder, k)()
         return copied(res) if copy else res
 
     def put(self,
