@@ -30,16 +30,16 @@ _all,_some,_files = 5000,1000,16
 
 def _at(n):
     "Return the positions of `n` items to compare: all, or evenly spaced ones"
-    return range(n) if n<=_all else np.linspace(0, n-1, _some).astype(int).tolist()
+    return list(range(n)) if n<=_all else np.linspace(0, n-1, _some).astype(int).tolist()
 
 def _texts(o):
-    "Yield texts that identify item `o`: a path, a plain value, a digest of an array, the type of any other; of a tuple or a dictionary those of its parts"
-    if isinstance(o, (torch.Tensor,np.ndarray)): yield array_digest(o)
-    elif isinstance(o, Mapping): yield from (t for k,v in o.items() for t in (str(k),*_texts(v)))
-    elif type(o) in (tuple,list,L): yield from ('(', *(t for v in o[:8] for t in _texts(v)))
-    elif isinstance(o, (str,PurePath)): yield str(o)
-    elif o is None or isinstance(o, (Number,bytes)): yield repr(o.item() if isinstance(o, np.generic) else o)
-    else: yield type(o).__name__
+    "Return texts that identify item `o`: a path, a plain value, a digest of an array, the type of any other; of a tuple or a dictionary those of its parts"
+    if isinstance(o, (torch.Tensor,np.ndarray)): return [array_digest(o)]
+    if isinstance(o, Mapping): return [t for k,v in o.items() for t in (str(k),*_texts(v))]
+    if type(o) in (tuple,list,L): return ['(', *L(o[:8]).map(_texts).concat()]
+    if isinstance(o, (str,PurePath)): return [str(o)]
+    if isinstance(o, np.generic): o = o.item()
+    return [repr(o) if o is None or isinstance(o, (Number,bytes)) else type(o).__name__]
 
 # %% ../../nbs/201_data.digest.ipynb #b2c0aa04
 def _hash(texts, raw=b''): return blake2b('\0'.join(texts).encode(errors='surrogatepass')+raw, digest_size=8).hexdigest()
@@ -54,20 +54,30 @@ def _digest(texts):
     return _hash([t.removeprefix(root) for t in texts] + sizes)
 
 # %% ../../nbs/201_data.digest.ipynb #9e01de34
+def _thinned(a):
+    "Return evenly spaced numbers of array `a`: few of what is on a disk, about 8 of each long dimension behind the first"
+    on_disk,steps = isinstance(a, np.memmap),[1]*max(0, a.ndim-1)
+    if any(d>=16 for d in a.shape[1:]): steps = [max(1, d//8) for d in a.shape[1:]]
+    res = a[(slice(None), *(slice(None, None, o) for o in steps))] if steps else a
+    if not a.ndim or len(a)<=_all and not on_disk: return res
+    rows = _at(len(a))
+    if on_disk: rows = rows[::max(1, len(rows)//16)]
+    return res[rows]
+
 def array_digest(
     a # Tensor or array
 )->str: # 16 characters
     "Return a digest of the shape of `a` and of evenly spaced numbers in it"
-    thin,shape = a,[str(tuple(a.shape))]
-    if any(d>=16 for d in a.shape[1:]): thin = a[(slice(None),*(slice(None, None, max(1, d//8)) for d in a.shape[1:]))]
-    if a.ndim and (len(a)>_all or isinstance(a, np.memmap)):
-        rows = list(_at(len(a)))
-        thin = thin[rows[::max(1, len(rows)//16)] if isinstance(a, np.memmap) else rows]
-    if isinstance(thin, torch.Tensor): thin = thin.detach().cpu().double().numpy() if thin.is_floating_point() else thin.detach().cpu().numpy()
+    thin,shape = _thinned(a),[str(tuple(a.shape))]
+    if isinstance(thin, torch.Tensor):
+        thin = thin.detach().cpu()
+        thin = (thin.double() if thin.is_floating_point() else thin).numpy()
     if thin.dtype.kind in 'OUS': return _digest(shape+[t for o in thin.ravel().tolist() for t in _texts(o)])
     return _hash(shape, np.ascontiguousarray(thin).tobytes())
 
 # %% ../../nbs/201_data.digest.ipynb #6cbc77f6
+_own_items = list.__getitem__,tuple.__getitem__,range.__getitem__
+
 def items_digest(
     items # List, range, array, tensor, `DataFrame`, dictionary, or fastai's `L`
 )->str: # 16 characters; `None` for other types
@@ -77,11 +87,13 @@ def items_digest(
     if isinstance(items, pd.DataFrame): return _frame_digest(items)
     if isinstance(items, (torch.Tensor,np.ndarray)): return array_digest(items)
     if isinstance(items, Mapping): return _digest([items_digest(list(o())) for o in (items.keys,items.values)])
-    if not (type(items) is range or isinstance(items, (list,tuple)) and type(items).__getitem__ in (list.__getitem__,tuple.__getitem__)): return
-    return _digest([str(len(items)), *(t for i in _at(len(items)) for t in _texts(items[i]))])
+    if getattr(type(items), '__getitem__', None) not in _own_items: return
+    texts = [str(len(items))]
+    for i in _at(len(items)): texts += _texts(items[i])
+    return _digest(texts)
 
 def _frame_digest(df):
-    some = df.iloc[list(_at(len(df)))]
+    some = df.iloc[_at(len(df))]
     cols = [some.index, *(some.iloc[:,i] for i in range(min(df.shape[1], 50)))]
     return _digest([str(df.shape), *map(str, df.columns), *(array_digest(o.to_numpy()) for o in cols)])
 
@@ -98,16 +110,22 @@ def dataset_digest(
     if mine is not None: return mine
     items = getattr(ds, 'items', None)
     if items is not None and not callable(items): return items_digest(items)
-    found = [f'{k}={d}' for k,o in sorted(getattr(ds, '__dict__', {}).items()) if _may_be_data(o, ds) and (d:=items_digest(o)) is not None]
-    return _digest(found) if found else None
+    attrs = sorted(getattr(ds, '__dict__', {}).items())
+    found = {k:items_digest(o) for k,o in attrs if _may_be_data(o, ds)}
+    texts = [f'{k}={d}' for k,d in found.items() if d is not None]
+    return _digest(texts) if texts else None
 
 # %% ../../nbs/201_data.digest.ipynb #721f9e17
 def _may_be_data(o, ds):
     "Return whether `o` is as long as `ds`, and has plain values only"
-    try: return len(o)==len(ds) and (not isinstance(o, (list,tuple)) or all(map(_plain, (o[i] for i in _at(len(o))))))
+    try:
+        if len(o)!=len(ds): return False
+        return not isinstance(o, (list,tuple)) or all(_plain(o[i]) for i in _at(len(o)))
     except (TypeError,AttributeError,NotImplementedError): return False
 
-def _plain(o): return isinstance(o, (str,PurePath,Number,bytes,torch.Tensor,np.ndarray)) or type(o) in (tuple,list) and all(map(_plain, o[:8]))
+def _plain(o):
+    if type(o) in (tuple,list): return all(map(_plain, o[:8]))
+    return isinstance(o, (str,PurePath,Number,bytes,torch.Tensor,np.ndarray))
 
 # %% ../../nbs/201_data.digest.ipynb #9dd5382e
 def _quiet(f, o):
@@ -122,10 +140,13 @@ def data_digest(
 )->dict: # Name -> number, text, flag or `None`; compare values by `==`
     "Return `number of {name} samples`, `{name} batch size`, `{name} drop_last`, `{name} sampler`, `{name} data set` and the digests `{name} items` and `{name} sampler's choice` of loader `dl`"
     dl = vars(dl).get('dl', dl)
-    torchs,(bs,drop_last) = isinstance(dl, TorchLoader),batching(dl)
-    by = sampler(dl) if torchs else dl
-    how = type(by).__name__ if torchs else f'{type(dl).__name__}, shuffle={dl.shuffle}'
-    choice = [getattr(by, k, None) for k in (('indices','weights') if torchs else ('wgts',))]
-    choice = [_quiet(items_digest, o) for o in choice if o is not None]
-    return {f'number of {name} samples':n_samples(dl), f'{name} batch size':bs, f'{name} drop_last':drop_last, f'{name} sampler':how,
-        f'{name} data set':type(dl.dataset).__name__, f'{name} items':_quiet(dataset_digest, dl.dataset), f"{name} sampler's choice":_digest(map(str, choice)) if choice else None}
+    bs,drop_last = batching(dl)
+    if isinstance(dl, TorchLoader):
+        by,choices = sampler(dl),('indices','weights')
+        how = type(by).__name__
+    else: by,choices,how = dl,('wgts',),f'{type(dl).__name__}, shuffle={dl.shuffle}'
+    choice = [getattr(by, k) for k in choices if getattr(by, k, None) is not None]
+    texts = [str(_quiet(items_digest, o)) for o in choice]
+    return {f'number of {name} samples':n_samples(dl), f'{name} batch size':bs, f'{name} drop_last':drop_last,
+        f'{name} sampler':how, f'{name} data set':type(dl.dataset).__name__,
+        f'{name} items':_quiet(dataset_digest, dl.dataset), f"{name} sampler's choice":_digest(texts) if texts else None}

@@ -115,8 +115,9 @@ def padded_to(
 def _indexable(o):
     "Return whether rows of `o`, taken at once, are to the bit what collated rows are"
     if type(o) in (np.ndarray,np.memmap): return o.ndim>0 and o.dtype.isnative and o.dtype.char in '?bhilBefd'
-    if type(o) is not Tensor or o.layout is not torch.strided or o.is_nested or o.is_quantized: return False
-    return o.ndim>0 and o.is_contiguous() and not o.requires_grad
+    if type(o) is not Tensor or o.layout is not torch.strided: return False
+    special = o.is_nested or o.is_quantized or o.requires_grad
+    return not special and o.ndim>0 and o.is_contiguous()
 
 def _rows(o, idxs):
     if type(o) is not Tensor: return torch.as_tensor(o[np.array(idxs)])

@@ -67,7 +67,7 @@ class DistributedDL(TfmdDL):
         seeded = self.seeding is not None
         ranks = Division(self.rank, self.world_size, self.slicing, self.slicing and self.world_size==1 and not seeded, seeded, self._splits)
         ways = own_ways(self.dl, ranks.single)
-        if ways: return Whole(self.dl, StreamPartition(replace(ranks, slicing=True), n_samples(self.dl), bs, drop_last), ways)
+        if ways: return GlobalBatches(self.dl, StreamPartition(replace(ranks, slicing=True), n_samples(self.dl), bs, drop_last), ways)
         return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, bs, drop_last)
 
     def follow(self):
@@ -127,13 +127,17 @@ class DistributedDL(TfmdDL):
         for b in o.open(p, self._draw()):
             p.done += 1
             if torchs: yield b if self.device is None else to_device(b, self.device)
-            else:
-                if self.dl.pin_memory and type(b)==list: b = tuple(b)
-                if (d := (self if '_device' in vars(self) else self.dl).device) is not None: b = on_device(b, d)
-                if is_empty(self.dl, 'after_batch'): yield b
-                else: yield self.after_batch(b) if p.seeds is None else self.seeding.transformed(self, p, b)
+            else: yield self._transformed(p, b)
         o.close(p)
         vars(o.maker).pop('it', None)
+
+    def _transformed(self, p, b):
+        "Return batch `b` of a fastai loader on its device, after the batch transforms"
+        device = (self if '_device' in vars(self) else self.dl).device
+        if self.dl.pin_memory and type(b)==list: b = tuple(b)
+        if device is not None: b = on_device(b, device)
+        if is_empty(self.dl, 'after_batch'): return b
+        return self.after_batch(b) if p.seeds is None else self.seeding.transformed(self, p, b)
 
     def resume_at(self,
         batch:int, # Batch of this rank with which the next pass begins
@@ -208,7 +212,8 @@ class DistributedDL(TfmdDL):
     ): # As `b`
         "Return `b` detached, gathered and without padding"
         b = self._to_detach(b, cpu, gather)
-        return apply(partial(_cut, *self._pass.partition.padding(self._pass.done-1)), b) if gather and self._pass.done else b
+        p = self._pass
+        return apply(partial(_cut, *p.partition.padding(p.done-1)), b) if gather and p.done else b
 
 # %% ../../nbs/206_data.loader.ipynb #14a86000
 def _of_dl(k, *default):

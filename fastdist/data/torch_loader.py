@@ -330,7 +330,7 @@ def torch_source(
     n = n_samples(dl)
     if isinstance(dl.dataset, IterableDataset):
         partition = StreamPartition(replace(ranks, slicing=True), n, bs, drop_last)
-        return Whole(dl, partition, ['__iter__']) if ranks.single else TorchStream(dl, partition)
+        return GlobalBatches(dl, partition, ['__iter__']) if ranks.single else TorchStream(dl, partition)
     if not ranks.single and isinstance(sampler(dl), DistributedSampler): return TorchAsIs(dl, GivenPartition(ranks, n, bs, drop_last, len(dl)))
     partition = (BatchPartition if has_batches(dl) else Partition)(ranks, n, bs, drop_last)
     return (TorchAsIs if ranks.single else TorchIndexed)(dl, partition)
