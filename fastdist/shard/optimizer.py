@@ -17,6 +17,7 @@ __all__ = ['steps_by_element', 'state_in_shards', 'replace_params', 'opt_shards'
 # %% ../../nbs/604_shard.optimizer.ipynb #3c683b9e
 import torch
 from contextlib import contextmanager
+from itertools import chain
 from warnings import warn
 from torch import distributed as dist
 from torch.amp import GradScaler
@@ -54,11 +55,12 @@ def _slots(opt, every=False):
     "Return the tensors in the state of `opt` that ranks divide, or `every` one: depth of the optimizer, name, parameter, container, key"
     res = []
     for d,o in enumerate(opts_in(opt)):
-        if not (every or state_in_shards(o)): continue
+        if not every and not state_in_shards(o): continue
         for p,s in (vars(o).get('state') or {}).items():
-            if isinstance(s, dict): res += [(d,k,p,s,k) for k,v in s.items() if isinstance(v, Tensor) and (every or v.ndim)]
-        if isinstance(o, Lookahead):
-            for ws,ps in zip(o.slow_weights or [], o.param_lists): res += [(d,'slow_weights',p,ws,i) for i,p in enumerate(ps)]
+            for k,v in s.items() if isinstance(s, dict) else ():
+                if isinstance(v, Tensor) and (every or v.ndim): res.append((d, k, p, s, k))
+        if not isinstance(o, Lookahead): continue
+        for ws,ps in zip(o.slow_weights or [], o.param_lists): res += [(d,'slow_weights',p,ws,i) for i,p in enumerate(ps)]
     return res
 
 def _lists(o):
@@ -78,7 +80,7 @@ def replace_params(
         if state:
             items = [*state.items()]
             state.clear()
-            state.update((now.get(p, p), s) for p,s in items)
+            for p,s in items: state[now.get(p, p)] = s
         for ps in _lists(o):
             for i,p in enumerate(ps): ps[i] = now.get(p, p)
 
@@ -107,7 +109,7 @@ def _row(p):
     if x is not p: x.grad = local(p.grad)
     return x
 
-def _whole(p):
+def _full(p):
     x = nn.Parameter(put_together(p, p), p.requires_grad)
     if p.grad is not None: x.grad = put_together(p.grad, p)
     return x
@@ -127,10 +129,11 @@ def _step(self, closure=None):
         self.state[p] = state
 
 def _torch_step(self, closure=None):
-    "Step a torch optimizer on this rank's rows, or on whole parameters where it may mix their elements"
-    divided = state_in_shards(self)
+    "Step a torch optimizer on this rank's rows, or on full parameters where it may mix their elements"
+    divided,others = state_in_shards(self),{}
     if closure or divided and not steps_by_element(self): return type(self).step(self, closure)
-    others = {p:_row(p) if divided else _whole(p) for ps in _lists(self) for p in ps if isinstance(p, DTensor)}
+    for p in chain(*_lists(self)):
+        if isinstance(p, DTensor): others[p] = _row(p) if divided else _full(p)
     replace_params(self, others, lambda v,p: local(v))
     try: res = type(self).step(self)
     finally:

@@ -92,22 +92,25 @@ class _Tree:
         for c in m.children():
             twin = kinds[type(c)]>1
             if _is_hidden(m, c, twin, inside): continue
-            if not in_row or _is_row(c): self.choose(c, inside)
-            else:
-                if self.rest(c)>self.total/8 or not (twin or self.may(c)): self.choose(c, inside or twin)
-                if self.rest(c)>=self.least and any(p.ndim>1 for p in c.parameters()): self.take(c)
+            if not in_row or _is_row(c):
+                self.choose(c, inside)
+                continue
+            large,has_matrix = self.rest(c)>self.total/8,any(p.ndim>1 for p in c.parameters())
+            if large or not twin and not self.may(c): self.choose(c, inside or twin)
+            if has_matrix and self.rest(c)>=self.least: self.take(c)
 
     def policy(self):
         "Return what the user asked for as a policy, `None` if nothing"
-        plan,own = self.plan,getattr(self.model, '_no_split_modules', None) or ()
+        plan,names = self.plan,self.plan.classes
         if isinstance(plan.policy, _Policy):
             targets = plan.policy._run_policy(self.model, {*self.ignored}, {})
             if any(targets.values()): raise ValueError('You set an auto_wrap_policy that gives settings to single modules. HINT: let it return True or False')
             return lambda module, recurse, nonwrapped_numel: recurse or module in targets
         if plan.policy: return plan.policy
-        if plan.min_params is not None and not plan.classes: return partial(size_based_auto_wrap_policy, min_num_params=plan.min_params)
-        there = {type(m).__name__ for m in self.model.modules()}
-        names = plan.classes or there.intersection(own)
+        if plan.min_params is not None: return partial(size_based_auto_wrap_policy, min_num_params=plan.min_params)
+        if not names:
+            there = {type(m).__name__ for m in self.model.modules()}
+            names = there.intersection(getattr(self.model, '_no_split_modules', None) or ())
         if names: return partial(transformer_auto_wrap_policy, transformer_layer_cls=_classes(self.model, names))
 
     def follow(self, policy):
@@ -134,11 +137,10 @@ def _is_hidden(parent, m, twin, inside):
 # %% ../../nbs/601_shard.wrap_policy.ipynb #2c59106b
 def _classes(model, names):
     "Return the classes in `model` that have one of `names`"
-    found = {type(m) for m in model.modules()}
-    there = {o.__name__ for o in found}
-    missing = [o for o in names if o not in there]
-    if missing: raise ValueError(f'You set transformer_cls_names_to_wrap={[*names]}, and the model has no {", ".join(missing)}. HINT: it has {", ".join(sorted(there))}')
-    return {o for o in found if o.__name__ in names}
+    found = groupby({type(m) for m in model.modules()}, lambda o: o.__name__)
+    missing = [o for o in names if o not in found]
+    if missing: raise ValueError(f'You set transformer_cls_names_to_wrap={[*names]}, and the model has no {", ".join(missing)}. HINT: it has {", ".join(sorted(found))}')
+    return {o for n in names for o in found[n]}
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #101da7f5
 def choose_units(
@@ -171,12 +173,12 @@ def unit_params(
 # %% ../../nbs/601_shard.wrap_policy.ipynb #2687f41b
 def _check_dtype(model, unit, own):
     "Raise `ValueError` unless the trainable parameters in `own` have one dtype"
-    kinds = Counter(p.dtype for p in own.values() if p.requires_grad).most_common()
-    if len(kinds)<2: return
-    first_of = {p.dtype:n for n,p in reversed(own.items()) if p.requires_grad}
-    a,b = first_of[kinds[0][0]],first_of[kinds[-1][0]]
+    by_type = groupby([(n,p) for n,p in own.items() if p.requires_grad], lambda o: o[1].dtype)
+    if len(by_type)<2: return
+    often,*_,seldom = sorted(by_type.values(), key=len, reverse=True)
+    (a,p),(b,q) = often[0],seldom[0]
     cls = type(model.get_submodule(b.rpartition('.')[0])).__name__
-    raise ValueError(f'Parameters of one unit, {type(unit).__name__}, have two dtypes: {a} has {own[a].dtype}, {b} has {own[b].dtype}. '
+    raise ValueError(f'Parameters of one unit, {type(unit).__name__}, have two dtypes: {a} has {p.dtype}, {b} has {q.dtype}. '
         f'HINT: make a unit of the module that differs, by adding its class, {cls}, to transformer_cls_names_to_wrap')
 
 _no_embedding = dict(sparse='a sparse gradient cannot be sharded', max_norm='its forward pass changes the weight, and what is gathered for it is dropped after it')
@@ -189,7 +191,8 @@ def check_units(
     "Raise `ValueError` where torch cannot shard `model` in `units`"
     for m,own in zip([*units, model], unit_params(model, units, unsharded)): _check_dtype(model, m, own)
     for n,m in model.named_modules():
-        if not isinstance(m, (nn.Embedding,nn.EmbeddingBag)) or not m.weight.requires_grad or m.weight in {*unsharded}: continue
+        if not isinstance(m, (nn.Embedding,nn.EmbeddingBag)): continue
+        if not m.weight.requires_grad or m.weight in {*unsharded}: continue
         for k,why in _no_embedding.items():
             v = getattr(m, k)
             if v: raise ValueError(f'You set {k}={v} for the embedding {n}, but {why}. HINT: do without it, or exclude the embedding with ignored_modules')
