@@ -16,6 +16,7 @@ __all__ = ['absent', 'plain', 'leaves', 'attributes_of', 'map_leaves', 'copied',
 import numpy as np,torch
 from contextlib import suppress
 from copy import copy
+from functools import lru_cache
 from fastcore.all import *
 from torch import Tensor
 
@@ -31,12 +32,15 @@ def leaves(
     return [o for k,x in items for o in leaves(f'{name}.{k}' if name else f'{k}', x)]
 
 # %% ../../nbs/005_base.values.ipynb #16b57c27
+@lru_cache(4096)
+def _slots(cls): return [k for c in cls.__mro__ for k in listify(vars(c).get('__slots__')) if k[:2]!='__']
+
 def attributes_of(
     o # Any object
 )->dict: # Name -> value
     "Return the attributes of `o` itself, also those in `__slots__`"
     res = {}
-    for k in ['__dict__', *(k for c in type(o).__mro__ for k in listify(vars(c).get('__slots__')) if k[:2]!='__')]:
+    for k in ('__dict__',*_slots(type(o))):
         with suppress(AttributeError): res[k] = object.__getattribute__(o, k)
     return res | res.pop('__dict__', {})
 

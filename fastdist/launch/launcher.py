@@ -474,9 +474,14 @@ def own_path()->list:
 
 # %% ../../nbs/016_launch.launcher.ipynb #91000d93
 @contextmanager
-def job_folder():
-    "Yield a folder that is removed after the context, and by a process of its own if this one is killed"
+def job_folder(
+    guarded:bool=True # Whether a process of its own removes it if this one is killed
+):
+    "Yield a folder that is removed after the context"
     with TemporaryDirectory(prefix='fastdist') as d:
+        if not guarded:
+            yield Path(d)
+            return
         p = Popen(['/bin/sh','-c','cat; rm -rf "$0"',d], stdin=PIPE, stdout=DEVNULL, start_new_session=True)
         try: yield Path(d)
         finally:
@@ -573,6 +578,7 @@ class Launcher:
     "Agents on the machines of `engine`, and the ranks that they run; a context, in which `run` can be called again"
     def __init__(self, engine):
         self.engine,self.here = engine,isinstance(engine, ThisNode)
+        self.forks = self.here and engine.start=='fork' # then the agent has what ranks call, and removes the folder if this process is killed
         self.agents,self.over,self.again,self.stack = [],Event(),False,ExitStack()
 
     def __enter__(self):
@@ -631,7 +637,7 @@ class Launcher:
     def _start(self, fun, ranks, worlds, screen, results, keeps):
         "Let the agents start ranks, which call `fun`"
         call = ranks.d/'call'
-        if getattr(self.engine, 'start', '')!='fork': write_call(fun, call)
+        if not self.forks: write_call(fun, call)
         places,job = self._places(worlds, ranks.d)
         heard = [o.rank for o in ranks.all if screen.shows(o.rank)]
         job |= dict(folder=os.getcwd(), heard=heard, shows=bool(screen.publish), reports=bool(screen.reports), results=results, keeps=keeps)
@@ -648,7 +654,7 @@ class Launcher:
         "Start `n` ranks that call `fun`, and wait for them"
         todo,wanted,pressed = SimpleQueue(),list(range(n if all_ranks else 1)),ifnone(pressed, [])
         worlds = place_ranks(n, [o.name for o in self.agents], getattr(self.engine, 'counts', None))
-        with job_folder() as d:
+        with job_folder(guarded=not self.forks) as d:
             screen,ranks = Screen(todo, show_all, returns),Ranks(d, todo)
             for o,ws in zip(self.agents, worlds):
                 o.ranks = {w.rank:RemoteRank(w.rank, o.name, o.link, d, screen.of(w.rank), partial(todo.put, noop)) for w in ws}

@@ -26,7 +26,7 @@ __all__ = ['ModuleVariables', 'Content', 'reachable', 'Change', 'write_change', 
 import gc,os,pickle,sys,torch,numpy as np,pandas as pd
 from collections import OrderedDict,deque
 from contextlib import suppress
-from functools import _lru_cache_wrapper,cache
+from functools import _lru_cache_wrapper,cache,lru_cache
 from importlib import import_module
 from hashlib import blake2b
 from io import BytesIO,IOBase
@@ -53,7 +53,6 @@ from .replicas import *
 _values = int,float,complex,bool,str,bytes,type(None),PurePath,torch.Size,torch.dtype,torch.device # they never change
 
 def _is_of(o, kinds): return issubclass(type(o), kinds) # `isinstance` asks `o` itself, which may warn
-def _subclasses(c): return {c}.union(*map(_subclasses, c.__subclasses__()))
 
 # %% ../../nbs/417_state.changes.ipynb #7846ce8c
 class ModuleVariables:
@@ -80,17 +79,18 @@ def _attributes(o):
     res = o.now() if type(o) is ModuleVariables else attributes_of(o)
     return {k:v for k,v in res.items() if k!='__warningregistry__'} if _is_of(o, ModuleType) else res
 
-def _of_type(o, table):
-    "Return the value in `table` for the type of `o`, `None` where it has none"
-    return next((v for k,v in table.items() if _is_of(o, k)), None)
+def _by_type(table):
+    "Return a function from an object to the value in `table` for its type, `None` where it has none"
+    find = lru_cache(4096)(lambda cls: next((v for k,v in table.items() if issubclass(cls, k)), None))
+    return lambda o: find(type(o))
 
 # %% ../../nbs/417_state.changes.ipynb #ab750d06
 def _in_cell(o):
     try: return [o.cell_contents]
     except ValueError: return []
 
-_items = {list:lambda o: [*list.__iter__(o)], set:lambda o: [*set.__iter__(o)], deque:lambda o: [*deque.__iter__(o)], CellType:_in_cell,
-    np.ndarray:lambda o: [*o.flat] if o.dtype==object else None}
+_items_of = _by_type({list:lambda o: [*list.__iter__(o)], set:lambda o: [*set.__iter__(o)], deque:lambda o: [*deque.__iter__(o)], CellType:_in_cell,
+    np.ndarray:lambda o: [*o.flat] if o.dtype==object else None})
 
 # %% ../../nbs/417_state.changes.ipynb #cc5e3945
 def _of_function(f):
@@ -102,6 +102,7 @@ def _of_tensor(t): return [t._backward_hooks, t.grad if t.is_leaf else None, t._
 _behind = {(tuple,frozenset):list, FunctionType:_of_function, MethodType:lambda o: [o.__self__, o.__func__], partial:lambda o: [o.func, o.args, o.keywords],
     _lru_cache_wrapper:lambda o: [o.__wrapped__], property:lambda o: [o.fget, o.fset, o.fdel], (staticmethod,classmethod):lambda o: [o.__func__],
     type:lambda o: [*o.__bases__], torch.Tensor:_of_tensor}
+_behind_of = _by_type(_behind)
 
 # %% ../../nbs/417_state.changes.ipynb #80ce3797
 def _entries(o):
@@ -112,9 +113,10 @@ def _entries(o):
 # %% ../../nbs/417_state.changes.ipynb #80ce3798
 def _is_weak(o):
     "Return whether `o` is a weak reference or a container of some, as the caches of libraries are; they stay what they are in each process"
-    if _is_of(o, dict): return ReferenceType in {*map(type, dict.keys(o)), *map(type, dict.values(o))}
-    kind = first(k for k in (list,set,deque) if _is_of(o, k))
-    return ReferenceType in {*map(type, kind.__iter__(o))} if kind else _is_of(o, ReferenceType)
+    if _is_of(o, dict): held = [*dict.keys(o), *dict.values(o)]
+    elif _is_of(o, (list,set,deque)): held = _items_of(o)(o)
+    else: return _is_of(o, ReferenceType)
+    return ReferenceType in {*map(type, held)}
 
 # %% ../../nbs/417_state.changes.ipynb #80ce3799
 def _numbers(o):
@@ -144,12 +146,14 @@ def _referents(o):
     return [v for v in gc.get_referents(o) if v is not own]
 
 # %% ../../nbs/417_state.changes.ipynb #29057dde
+_generator_of = _by_type(generator_kinds)
+
 class Content:
     "What an object is made of now"
     def __init__(self,
         o # Anything
     ):
-        read,generator,v = _of_type(o, _items),_of_type(o, generator_kinds),_numbers(o)
+        read,generator,v = _items_of(o),_generator_of(o),_numbers(o)
         weak = _is_weak(o)
         self.attributes = _attributes(o)
         self.entries,self.items = None if weak else _entries(o),read(o) if read and not weak else None
@@ -164,6 +168,10 @@ class Content:
         shown = self.entries,self.items,self.state,self.fingerprint,self.grad
         self.hides = all(part is None for part in shown) and (not self.attributes or _has_c_fields(type(o))) # whether there is more of it than can be seen from Python
 
+def _contents(objs):
+    "Return the `Content` of each of `objs`"
+    with plain(): return [Content(o) for o in objs]
+
 # %% ../../nbs/417_state.changes.ipynb #2a35180f
 _opaque = CodeType,FrameType,GeneratorType,BuiltinFunctionType,WeakSet,WeakKeyDictionary,WeakValueDictionary,pd.Index # never changes, but for its caches
 
@@ -174,14 +182,9 @@ def _module(o):
     if _is_of(o, ModuleType): return o.__name__
     return made_in(o) if _is_of(o, (FunctionType,type)) else None
 
-def _data_sets():
-    "Return the data sets of all loaders of this process"
-    kinds = _subclasses(DataLoader)|_subclasses(TorchLoader) # there are a million objects to ask for their type
-    return [vars(o).get('dataset') for o in gc.get_objects() if type(o) in kinds]
-
 def _parts(o):
     "Return what `o` refers to"
-    behind,entries,items = _of_type(o, _behind),_entries(o),_of_type(o, _items)
+    behind,entries,items = _behind_of(o),_entries(o),_items_of(o)
     res = [*_attributes(o).values(), *(behind(o) if behind else ())]
     if entries is not None: res += [*entries, *entries.values()]
     if items: res += items(o) or []
@@ -196,20 +199,23 @@ def reachable(
     data:bool=False # Whether data sets are looked into
 )->tuple: # Of all objects; and of those of them that are looked into
     "Return what `roots` lead to, but for values and libraries"
-    opaque = {*map(id, (*(_data_sets() if roots and not data else ()),*but))}
-    seen,res,looked,todo = set(),[],[],deque(roots)
+    res,looked,opaque,todo = {},{},{id(o):o for o in but},deque([roots])
     in_library = cache(of_library)
     while todo:
-        o = todo.popleft()
-        if id(o) in seen or _is_of(o, _values): continue
-        name = _module(o)
-        if name is not None and in_library(name): continue
-        seen.add(id(o))
-        res.append(o)
-        if id(o) in opaque or _is_of(o, _opaque) or _is_weak(o): continue
-        looked.append(o)
-        todo.extend(_parts(o))
-    return res,looked
+        for o in todo.popleft():
+            if id(o) in res or _is_of(o, _values): continue
+            name = _module(o)
+            if name is not None and in_library(name): continue
+            res[id(o)] = o
+            if id(o) in opaque or _is_of(o, _opaque) or _is_weak(o): continue
+            if not data and _is_of(o, (DataLoader,TorchLoader)):
+                ds = vars(o).get('dataset')
+                opaque[id(ds)] = ds
+                if id(ds) in looked: return reachable(*roots, but=opaque.values())
+            looked[id(o)],parts = o,_parts(o)
+            add = todo.append if len(parts)>1000 else todo.appendleft # a data set perhaps, whose loader is found before
+            add(parts)
+    return [*res.values()],[*looked.values()]
 
 # %% ../../nbs/417_state.changes.ipynb #db61bc19
 def _mapped(was, now, same):
@@ -272,7 +278,7 @@ def _write_array(o, items):
 
 def _write_list(o, items): list.__setitem__(o, slice(None), items)
 
-_write_items = {list:_write_list, set:_write_set, deque:_write_deque, CellType:_write_cell, np.ndarray:_write_array}
+_items_writer = _by_type({list:_write_list, set:_write_set, deque:_write_deque, CellType:_write_cell, np.ndarray:_write_array})
 
 # %% ../../nbs/417_state.changes.ipynb #cd942767
 def write_change(
@@ -286,9 +292,9 @@ def write_change(
     elif c.numbers: o[...] = v
     if c.grad: o.requires_grad_(c.grad[0])
     if c.grad and c.grad[1]: o.grad = None
-    if c.state is not None: _of_type(o, generator_kinds)[1](o, c.state)
+    if c.state is not None: _generator_of(o)[1](o, c.state)
     if c.entries: _write_entries(o, *c.entries)
-    if c.items is not None: _of_type(o, _write_items)(o, c.items)
+    if c.items is not None: _items_writer(o)(o, c.items)
     if c.attributes: _write_attributes(o, *c.attributes)
 
 # %% ../../nbs/417_state.changes.ipynb #65dd7212
@@ -320,12 +326,12 @@ def _place(memory, owners, memories):
     return 'memories',memories.setdefault(at if at[0] else id(memory), (len(memories),view))[0]
 
 # %% ../../nbs/417_state.changes.ipynb #65dd7217
-_wrapped_in = {DistributedDataParallel:'module', AcceleratedOptimizer:'optimizer', AcceleratedScheduler:'scheduler', DistributedDL:'dl',
-    (DataLoaderShard,DataLoaderDispatcher):'original'} # which `Accelerator.prepare` sets
+_wrapped_in = _by_type({DistributedDataParallel:'module', AcceleratedOptimizer:'optimizer', AcceleratedScheduler:'scheduler', DistributedDL:'dl',
+    (DataLoaderShard,DataLoaderDispatcher):'original'}) # which `Accelerator.prepare` sets
 
 def _original(o):
     "Return what Accelerate has wrapped in `o`, `o` itself where that is nothing"
-    attr = _of_type(o, _wrapped_in)
+    attr = _wrapped_in(o)
     return getattr(o, attr, o) if attr else o
 
 def _itself(o): return o
@@ -435,7 +441,7 @@ class Changes:
     def begin(self):
         "Look what is there, in the fork"
         self._unshare()
-        self._look([Content(o) for o in self.looked])
+        self._look(_contents(self.looked))
 
     def _look(self, contents):
         "Take `contents` of what is looked at for those of before"
@@ -525,7 +531,7 @@ class _Difference:
         self.common = common
         self.renewed = [o for o,was in common.copied if was is not None and common._digest(o)!=was]
         later = {id(o):('later',i) for i,o in enumerate(self.renewed)}
-        self.now = [Content(o) for o in common.looked]
+        self.now = _contents(common.looked)
         same,places = partial(_same, later),common.places
         changed = {places[id(o)]:Change(common.before[id(o)], c, same) for o,c in zip(common.looked, self.now)}
         self.changed = {i:c for i,c in changed.items() if c}
@@ -583,7 +589,7 @@ class SentObjects(Changes):
         "Look what there is, for the next `send`"
         now = reachable(*self.roots, *self.looked, data=True)[1] # also what nothing leads to now, and may again
         self.looked = [o for o in now if id(o) in self.places]
-        self._look([Content(o) for o in self.looked])
+        self._look(_contents(self.looked))
 
     def _variables(self, module, found):
         "Return the variables of `module`, and the names of those that stay what its import makes in the other process: libraries', and what cannot be sent"

@@ -182,6 +182,7 @@ class Training:
         w,learn = job.world,job.learn
         self.job,self.learn,self.desync_check,self.lists = job,learn,desync_check and w.size>1,None
         self.compares = self.dropped = self.announced = False # whether ranks compare in this fit; whether an error ended a step; whether rank 0 has said where ranks train
+        self.copied = False # whether ranks are copies of one process, and so have the same Learner
         self.events = Events(learn, w.rank if w.size>1 else None, job.control)
         self.phases = Phases(learn, w, split, partial(getattr, self.events.rank0, 'cb'))
         self.layout,self.seeding = _layout(job, plan, sync_bn, self.phases.rank0_evaluates),None
@@ -266,7 +267,7 @@ def _together(parts, event_type):
     own = nullcontext() if parts.seeding else own_random(job.world.rank)
     with job.together(partial(loop_place, learn), events.position), own, parts.evaluate.watching(), _restored(parts, event_type):
         parts.layout.renew(learn)
-        check_alike(learner_facts(learn, event_type, deciders(learn.cbs)))
+        if not parts.copied: check_alike(learner_facts(learn, event_type, deciders(learn.cbs)))
         events.voting = True
         _hand_over(learn, parts.phases, parts.layout, _own_helpers(job))
         with parts.phases.shown() if event_type=='fit' else nullcontext():
