@@ -157,6 +157,7 @@ class CallsOnRanks:
             raise
         first_,*others = found if all_ranks else [found]
         with late: res = [self.changes.load(*first_), *(Changes().load(*o) for o in others)]
+        if fork: self.changes = None # or objects that the script forgets would stay
         for o in res:
             if isinstance(o, Unsent): raise TypeError(f'{o.why}. What trained was returned')
         return res if all_ranks else res[0]
@@ -231,7 +232,7 @@ def _interrupt():
     res._render_traceback_ = lambda: ['KeyboardInterrupt']
     return res
 
-_on_ranks,_here = ('fit','validate','get_preds'),('predict','show_results','export')
+_on_ranks,_here = ('fit','validate','get_preds'),('predict','show_results','export','__getstate__') # so a copy is in no context
 
 class ParentContext:
     "Context in which calls of `learn` that go over a loader run on ranks"
