@@ -27,8 +27,13 @@ def cluster(path):
     "The address of a cluster, how to kill its second node, and its environment"
     with TemporaryDirectory(prefix='ray', dir='/tmp') as d: # its sockets have long names
         vars = dict(PYTHONPATH=path, RAY_AUTH_MODE='disabled', RAY_USAGE_STATS_ENABLED='0', TMPDIR=d, MARK_OF_TEST=d)
-        p = subprocess.Popen([sys.executable, here/'on_ray.py', 'cluster', d], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env|vars)
-        try: yield SimpleNamespace(vars=vars|dict(RAY_ADDRESS=p.stdout.readline().strip()), p=p, d=Path(d))
+        for _ in range(3): # Ray gives a node 30 s to start, which are few beside other tests
+            p = subprocess.Popen([sys.executable, here/'on_ray.py', 'cluster', d], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env|vars)
+            address = p.stdout.readline().strip()
+            if address: break
+            p.communicate(timeout=60)
+        assert address, 'Ray has not started a cluster'
+        try: yield SimpleNamespace(vars=vars|dict(RAY_ADDRESS=address), p=p, d=Path(d))
         finally:
             p.stdin.close()
             p.wait(60)
