@@ -531,11 +531,15 @@ def test_four_ranks_from_a_plain_script():
     assert [o.split(':')[0] for o in epochs]==[f'epoch {i}, 4 ranks' for i in range(5)] and float(last.split()[-1])>.9
 
 def test_a_bar_that_ctrl_c_interrupts_ends_its_line(monkeypatch):
-    out,parent = Lines(),os.getpid()
+    class Presses(Lines):
+        "Presses Ctrl-C once the bar is shown"
+        def write(self, s):
+            super().write(s)
+            if s.endswith('%'): os.kill(os.getpid(), signal.SIGINT) # to the main thread, this is another one
+    out = Presses()
     monkeypatch.setattr(sys, 'stdout', out)
     def f():
-        print('50%', end='')
-        if this_world().rank==0: os.kill(parent, signal.SIGINT)
+        print('50%', end='', flush=True)
         time.sleep(60)
     was = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
