@@ -126,6 +126,7 @@ def _args(f, learn, layout, *args, **kwargs):
     code = unwrap(f).__code__
     names = code.co_varnames[1:code.co_argcount]
     res = dict(zip(names, args)) | kwargs
+    if names[0] not in res: return res,None # `f` says what it lacks
     file = res[names[0]] = _known_as(res[names[0]])
     if 'device' not in names: return res,file
     if res.get('device') is None: res['device'] = layout.files.reads_to

@@ -138,7 +138,7 @@ def _launcher(env):
     if 'FASTDIST_STORE' in env: return 'fastdist'
     if 'FASTDIST_ENGINE' in env: return f'fastdist over {env["FASTDIST_ENGINE"]}'
     known = [k for k in _numbers if _are_of(env, k, ('RANK','WORLD_SIZE'))]
-    if known==['srun'] and 'SLURM_STEP_ID' not in env: known = []
+    if 'SLURM_STEP_ID' not in env: known = [k for k in known if k!='srun'] # a batch script has its variables too
     if known and 'TORCHELASTIC_RUN_ID' not in env: return known[0]
     if _is_pod(env): return 'PyTorchJob'
     return first(k for k,signs in _signs.items() if set(signs)<=set(env))
@@ -193,7 +193,9 @@ def from_slurm(
     of_script = env.get('ENVIRONMENT')=='BATCH' and 'SLURM_STEP_ID' not in env # the script that `sbatch` runs has the variables of task 0
     if None in (rank,size,of_job) or of_script: return
     hosts,node = expand_hosts(env.get('SLURM_STEP_NODELIST', of_job)),_num(env, 'SLURM_NODEID', 0)
-    local_size = _tasks_on(env.get('SLURM_STEP_TASKS_PER_NODE') or env['SLURM_TASKS_PER_NODE'], node)
+    tasks = env.get('SLURM_STEP_TASKS_PER_NODE') or env.get('SLURM_TASKS_PER_NODE')
+    if not tasks: raise WorldError(f'You set SLURM_PROCID={rank}, but no SLURM_TASKS_PER_NODE. HINT: pass on all variables that srun sets')
+    local_size = _tasks_on(tasks, node)
     port = 10000 + (_num(env, 'SLURM_JOB_ID', 0) + _num(env, 'SLURM_STEP_ID', 0))%20000
     gpu = 0 if 'SLURM_GPUS_PER_TASK' in env else None
     return World(rank, size, _num(env, 'SLURM_LOCALID', rank), local_size, node, len(hosts), hosts[node], hosts[0], port, gpu, source='srun')

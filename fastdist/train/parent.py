@@ -203,10 +203,9 @@ class _LearnerCall:
         job:JobDescription, # Of the ranks
         options:dict, # Of the context on the ranks
         name:str, # Of the method
-        args:tuple, kwargs:dict, # For the method
-        probed:list # Receives the model that was probed, which is not probed again
+        args:tuple, kwargs:dict # For the method
     ):
-        store_attr('learn,options,name,args,kwargs,probed')
+        store_attr('learn,options,name,args,kwargs')
         self.n,self.compute_setup,self.copied = job.world_size,job.compute_setup,job._engine is None
 
     def __call__(self,
@@ -219,9 +218,7 @@ class _LearnerCall:
             with acc.running(), self.learn.distrib_ctx(**self.options), Interruption(self.learn, self.name=='fit') as interruption:
                 parts = first(self.learn._grab_cbs(DistributedTrainer)).parts
                 parts.copied,parts.announced = self.copied,True # a script in one process prints no line about ranks
-                if self.probed: parts.gradients.probed, = self.probed
                 res = getattr(self.learn, self.name)(*self.args, **self.kwargs)
-                self.probed[:] = [parts.gradients.probed]
             if interruption.received: print(flush=True) # ends the line of a progress bar
             return bool(interruption.received),res
         finally: acc.finalize()
@@ -242,7 +239,7 @@ class ParentContext:
         options:dict # Of the context `learn.distrib_ctx` on the ranks
     ):
         store_attr()
-        self.probed,self.overrides,self.calls = [],Overrides(),CallsOnRanks(job.nprocs, job._engine, keeps=True)
+        self.overrides,self.calls = Overrides(),CallsOnRanks(job.nprocs, job._engine, keeps=True)
         self.methods = {k:partial(self._call, k) for k in _on_ranks} | {k:partial(self._call_here, k) for k in _here if hasattr(learn, k)}
 
     def __enter__(self):
@@ -266,7 +263,7 @@ class ParentContext:
 
     def _call(self, name, *args, **kwargs):
         "Call a method on new ranks, and make here what rank 0 has changed"
-        call = _LearnerCall(self.learn, self.job, self.options, name, args, kwargs, self.probed)
+        call = _LearnerCall(self.learn, self.job, self.options, name, args, kwargs)
         fork = not self.job._engine and not torch.cuda.is_initialized()
         pressed = []
         with self._as_without():
