@@ -139,9 +139,10 @@ class Votes:
         "Cast this rank's vote on `name` at this exchange, and return the largest value of all ranks"
         wait = Wait(ifnone(timeout, float('inf')), float('inf') if timeout is None else 30.)
         def check():
-            if self.state.has_left(self.store) and not self.state.failures.now: raise self.state.left_error()
+            if self.state.has_left(self.store) and not (self.state.failures.now or self.store.check([done])): raise self.state.left_error()
             wait(f'rank {self.state.rank} in {wait.place}', f'{self._missing()} to come there')
-        return int(self.wait_for(self._cast(f'{self.state.generation}/{self.exchanges.n}/{name}', value), check))
+        done = self._cast(f'{self.state.generation}/{self.exchanges.n}/{name}', value)
+        return int(self.wait_for(done, check))
 
     def _cast(self, key, value):
         "Count this rank in; the last one to come sets the result, and forgets the vote before"

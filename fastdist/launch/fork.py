@@ -373,9 +373,9 @@ def _wait(ranks, timeout):
     return failed
 
 def _error(failed, d):
-    "Return the error of a rank that failed by itself, else that of `failed`"
+    "Return the error of a rank that failed by itself, else that of `failed`, a rank or `None`"
     found = sorted(map(read, d.glob('failure*')), key=lambda o: (not o.own,o.time))
-    known = any(o.own or o.rank==failed.rank for o in found)
+    known = failed is None or any(o.own or o.rank==failed.rank for o in found)
     if known: return RankError(found[0].rank, found[0].text, shown=False)
     return RankError(failed.rank, how_ended(failed.exitcode), shown=False)
 
@@ -397,5 +397,5 @@ def on_ranks(
             failed = _wait(ranks, timeout)
         finally:
             for o in ranks: o.close()
-        if failed or any(d.glob('failure*')): raise _error(failed or ranks[0], d)
+        if failed or any(d.glob('failure*')): raise _error(failed, d)
         return [read(d/f'result{i}')[0] for i in range(n)]
