@@ -303,7 +303,7 @@ class Agent:
         for i,(rank,place) in enumerate(job['of'].items()):
             env = os.environ | job['env'] | place
             if self.own_gpus: env['DEFAULT_GPU'] = str(i)
-            o = LocalRank(int(rank), self.d, env, call, kinds)
+            o = LocalRank(int(rank), self.d, env, call, kinds, job['terminal'])
             self.running.append(o)
             for kind in kinds: self.sel.register(o.pipes[kind], selectors.EVENT_READ, partial(self._copy, o, kind))
 

@@ -21,8 +21,8 @@ A second trap is the garbage that the child inherits, which [`base.at_fork`](003
 # %% auto #0
 __all__ = ['ddp_imports', 'gomp_paths', 'release_threads', 'preload', 'forks_ranks', 'short_sockets', 'forked_workers',
            'cpu_random', 'set_cpu_random', 'write_call', 'rank_env', 'show_in_parent', 'PrintedLines',
-           'report_to_parent', 'own_offsets', 'end_with_agent', 'Failure', 'be_rank', 'LocalRank', 'end_ranks',
-           'how_ended', 'in_shell', 'on_ranks']
+           'report_to_parent', 'own_offsets', 'is_terminal', 'end_with_agent', 'Failure', 'be_rank', 'LocalRank',
+           'end_ranks', 'how_ended', 'in_shell', 'on_ranks']
 
 # %% ../../nbs/009_launch.fork.ipynb #fe38b5ef
 import builtins,json,os,random,re,signal,stat,sys,tempfile,time,torch,warnings,numpy as np
@@ -215,6 +215,13 @@ def own_offsets():
             os.dup2(new, fd, inheritable=False)
             os.close(new)
 
+# %% ../../nbs/009_launch.fork.ipynb #c03b96de
+def is_terminal(
+    out # File to which this process prints, perhaps a user's own object
+)->bool:
+    "Return whether `out` is a terminal"
+    return getattr(out, 'isatty', ret_false)()
+
 # %% ../../nbs/009_launch.fork.ipynb #01427f3d
 def end_with_agent(
     d:Path # Folder that the parent process may have left, and that is removed then
@@ -227,13 +234,14 @@ def end_with_agent(
     os.setsid()
     Thread(target=watch, daemon=True).start()
 
-def _redirect(pipes):
-    "Send stdout and stderr of this process to `pipes`"
+def _redirect(pipes, terminal):
+    "Send stdout and stderr of this process to `pipes`, the first perhaps as one that ends at a `terminal`"
     for i,(kind,name) in enumerate((('out','stdout'), ('err','stderr')), 1):
         if kind not in pipes: continue
         os.dup2(pipes[kind], i)
         os.close(pipes[kind])
         setattr(sys, name, os.fdopen(os.dup(i), 'w', buffering=1, encoding='utf-8', errors='replace'))
+    if 'out' in pipes: sys.stdout.isatty = lambda: terminal
 
 class Failure:
     "Picklable description of a rank's error, for the parent process"
@@ -253,6 +261,7 @@ def be_rank(
     env:dict, # All environment variables
     call:tuple, # What `write_call` would write, or `None`
     pipes:dict, # Kind of output -> file descriptor; with none, output is that of the parent process
+    terminal:bool, # Whether what is printed comes to a terminal
     start:str # Start method of the parent process, for what the rank starts
 ):
     "Call the function, and write its result or its error into `d`"
@@ -262,7 +271,7 @@ def be_rank(
     os.environ.clear()
     os.environ.update(env)
     if 'OMP_NUM_THREADS' in env: torch.set_num_threads(int(env['OMP_NUM_THREADS']))
-    _redirect(pipes)
+    _redirect(pipes, terminal)
     if 'said' in pipes: report_to_parent(pipes['said'], rank)
     try:
         (fun,state),script = call or read(d/'call')
@@ -282,11 +291,12 @@ class LocalRank:
     "Forked process that is `rank`, with the ends of its pipes from which this process reads"
     def __init__(self,
         rank:int, d:Path, env:dict, call:tuple=None, # As for `be_rank`
-        kinds:tuple=('out','err') # Of its pipes; with 'show' for what it displays, with 'said' for what it reports
+        kinds:tuple=('out','err'), # Of its pipes; with 'show' for what it displays, with 'said' for what it reports
+        terminal:bool=False # As for `be_rank`
     ):
         self.rank,self.d,self.tail = rank,d,b''
         pipes = {k:os.pipe() for k in kinds}
-        args = rank,d,env,call,{k:w for k,(_,w) in pipes.items()},get_start_method(allow_none=True)
+        args = rank,d,env,call,{k:w for k,(_,w) in pipes.items()},terminal,get_start_method(allow_none=True)
         self.p = get_context('fork').Process(target=be_rank, args=args, name=f'rank {rank}')
         self.p.start()
         for _,w in pipes.values(): os.close(w)

@@ -640,7 +640,8 @@ class Launcher:
         if not self.forks: write_call(fun, call)
         places,job = self._places(worlds, ranks.d)
         heard = [o.rank for o in ranks.all if screen.shows(o.rank)]
-        job |= dict(folder=os.getcwd(), heard=heard, shows=bool(screen.publish), reports=bool(screen.reports), results=results, keeps=keeps)
+        shown = dict(heard=heard, shows=bool(screen.publish), reports=bool(screen.reports), terminal=is_terminal(sys.stdout))
+        job |= dict(folder=os.getcwd(), results=results, keeps=keeps) | shown
         for o,of in zip(self.agents, places):
             o.link.send('run', of=of, **job)
             if not self.here: o.link.send_file('call', call)

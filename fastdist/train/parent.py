@@ -219,7 +219,7 @@ class _LearnerCall:
                 parts = first(self.learn._grab_cbs(DistributedTrainer)).parts
                 parts.copied,parts.announced = self.copied,True # a script in one process prints no line about ranks
                 res = getattr(self.learn, self.name)(*self.args, **self.kwargs)
-            if interruption.received: print(flush=True) # ends the line of a progress bar
+            if interruption.received and sys.stdout.isatty(): print(flush=True) # ends the line of a progress bar
             return bool(interruption.received),res
         finally: acc.finalize()
 

@@ -25,7 +25,7 @@ The trainer does little by itself. It joins the job and leaves it, and sends wha
 __all__ = ['Training', 'DistributedTrainer']
 
 # %% ../../nbs/709_train.trainer.ipynb #5741cbd2
-import math,os
+import math,os,sys
 from inspect import signature
 from warnings import warn
 from contextlib import ExitStack,contextmanager,nullcontext
@@ -357,7 +357,7 @@ class DistributedTrainer(WrapperCallback):
             plain = self.seed is None and dtype is None and _asks_for_nothing(self.options, os.environ)
             if w.size>1 or not plain: self._join(w, dtype)
         self.entered = ExitStack()
-        self.entered.enter_context(forked_workers())
+        for o in (forked_workers(), bars_for(sys.stdout)): self.entered.enter_context(o)
 
     def _join(self, w, dtype):
         learn = self.learn

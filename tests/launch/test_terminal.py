@@ -1,8 +1,12 @@
 "A terminal that nobody reads for a while, a job that is suspended as a whole, and Ctrl-C meanwhile"
-import os,signal,sys,time,pytest
+import io,os,signal,sys,time,pytest
 from pathlib import Path
-from contextlib import suppress
+from contextlib import redirect_stdout,suppress
 import procs
+from fastai.test_utils import synth_learner
+from fastcore.test import test_eq
+from fastdist import *
+from fastdist.launch.fork import on_ranks
 from procs import await_that
 
 pytestmark = [pytest.mark.launcher, pytest.mark.timeout(240)]
@@ -86,3 +90,24 @@ def test_a_job_whose_output_waits_for_longer_than_an_agent_may_be_silent(job, tm
     out,_ = p.communicate(timeout=90)
     assert p.returncode==0 and len(out)==100_000*1001, (tmp_path/'err').read_text()
     assert (tmp_path/'result').read_text()=='came home'
+
+class Printed(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+def fit_printed(terminal, **ctx):
+    "What two epochs and an evaluation print where standard output is a terminal or not"
+    with redirect_stdout(Printed(terminal)) as out, synth_learner(n_trn=2).distrib_ctx(**ctx) as learn:
+        learn.fit(2)
+        learn.validate()
+    return out.getvalue()
+
+@pytest.mark.parametrize('way', ['nprocs','launched','one'])
+def test_a_log_has_a_line_an_epoch_and_no_bars(way):
+    "A file, a pipe or a cluster's log would keep each drawing of a bar"
+    if way=='launched': log,screen = [on_ranks(lambda rank: fit_printed(o), 2, timeout=120)[0] for o in (False,True)]
+    else: log,screen = [fit_printed(o, nprocs=2 if way=='nprocs' else 1) for o in (False,True)]
+    rows = [o.split()[0] for o in log.splitlines() if not o.startswith('fastdist:')]
+    test_eq((rows, [o for o in '\r█' if o in log]), (['epoch','0','1'],[]))
+    assert '█' in screen
