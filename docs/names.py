@@ -1,5 +1,6 @@
 "The public names: where each is defined, and an index of them with signatures and docments"
 import re
+from html import escape
 from importlib import import_module
 from inspect import getdoc
 from pathlib import Path
@@ -50,8 +51,16 @@ def _find(mod, name):
 def _signature(obj):
     "Return nbdev's block of signature and docments, and the docstring"
     md = show_doc(obj, renderer=BasicMarkdownRenderer)._repr_markdown_()
-    md = re.sub(r'<object object at \w+>', '...', md[md.index('```python'):])
-    return re.sub("<(?:class|built-in function) '?([^'>]+)'?>", r'\1', md)
+    md = re.sub("<(?:class|built-in function) '?([^'>]+)'?>|(?:collections.abc|typing)[.]", r'\1', md[md.index('```python'):])
+    return _folded(md.partition('\n\n- `')[0]) # the rest is what a docstring got from docments
+
+def _folded(md):
+    "Return `md` with the options of Accelerate below the signature, behind a line that opens them"
+    own,star,rest = md.partition('    *, device_placement')
+    if not star: return md
+    options,_,text = rest.partition('\n):\n```')
+    items = re.sub(r'\s*\n\s*', ' ', 'device_placement'+options)
+    return f'{own}    **kwargs # Options of Accelerate\'s `Accelerator`\n):\n```\n\n<details><summary>Accelerate\'s options</summary><code>{escape(items)}</code></details>\n{text}'
 
 def entry(
     module, # Where `name` is taught

@@ -107,6 +107,7 @@ from .base.errors import DesyncError, OptionError, Preempted, RankError, ResumeE
 from .launch.world import World, install_fault, own_version
 from .launch.group import this_world, setup_distrib, teardown_distrib
 from .launch.fork import on_ranks
+from .launch.options import add_docments
 from .comm.rank0 import rank0_first
 from .data.loader import DistributedDL
 from .state.checkpoint import Checkpoint
@@ -125,6 +126,11 @@ if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
     'rank0_first', 'DistributedDL', 'OptionError', 'ReturnError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
     'DesyncError', 'Checkpoint', 'ResumeError', 'SeedError', 'VersionError', 'Preempted', 'Timeline', 'Trace', 'Comparison', 'rank_distrib', 'num_distrib']
+
+for _name in __all__:
+    if getattr(globals()[_name], '__module__', '').startswith(__name__): add_docments(globals()[_name])
+for _f in vars(learner.Learner).values():
+    if getattr(_f, '__module__', '').startswith(__name__): add_docments(_f)
 
 def __getattr__(name):
     "Return what Accelerate calls `name`, so that a script that imports from it may import from fastdist"

@@ -17,7 +17,6 @@ __all__ = ['trainable_instance', 'trained_objects', 'unwrapped', 'TrainedPair', 
 import inspect,operator,os,pickle,time,torch
 from contextlib import nullcontext
 from functools import wraps
-from accelerate import Accelerator as HFAccelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import extract_model_from_parallel
@@ -52,7 +51,7 @@ def _instance(fun, args):
 
 # %% ../nbs/902_accelerator.ipynb #90200006
 def trainable_instance(
-    call:callable # A function, a method, or a `partial` of one
+    call:Callable # A function, a method, or a `partial` of one
 ): # `None` for another
     "Return the object that `call` is a method of, if it has a model and an optimizer"
     res = _instance(call, ())
@@ -119,7 +118,7 @@ class TrainedPair(tuple):
 class Accelerator(RankAccelerator):
     "Starts ranks, and is each rank's `accelerate.Accelerator`; `kwargs` are for that"
     _strict = True
-    @delegates(HFAccelerator)
+    @delegates(accelerate_options)
     def __init__(self,
         nprocs:int=1, # Number of ranks that `distribute` starts
         compute_setup:str='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
@@ -137,7 +136,7 @@ class Accelerator(RankAccelerator):
         super().__init__(nprocs, compute_setup=compute_setup, log_setup=log_setup, backend=backend, dtype=dtype, engine=engine, **kwargs)
 
     def is_class_method(self,
-        fun:callable, # A function or method
+        fun:Callable, # A function or method
         args:tuple=() # What it will be called with
     )->bool:
         "Return whether `fun` is a method: bound to an object, or of the class of the first of `args`"
@@ -146,7 +145,7 @@ class Accelerator(RankAccelerator):
     def worker(self,
         rank:int, # This process's rank; `None` for what the launcher says
         instance, # Object that `fun` is a method of, or `None`
-        fun:callable, # Called with `args` and `kwargs`
+        fun:Callable, # Called with `args` and `kwargs`
         args:tuple=(), # For `fun`
         kwargs:dict=None # For `fun`
     ): # What `fun` returns, models and optimizers without wrappers
@@ -164,12 +163,12 @@ class Accelerator(RankAccelerator):
         self.finalize()
 
     def distribute(self,
-        fun:callable, # A function, or a method of a Learner or another object with `model` and `optimizer`; lambdas and functions of a notebook too
+        fun:Callable, # A function, or a method of a Learner or another object with `model` and `optimizer`; lambdas and functions of a notebook too
         start:str='spawn', # 'spawn' for processes that have nothing from this one, 'fork' for copies of it
         all_ranks:bool=False, # Whether to return a list of what each rank returned, in rank order, instead of rank 0's
         show_all:bool=False, # Whether to show what all ranks print, instead of rank 0's
         detach=False # Whether a process of its own starts the ranks, which outlives this one; a text is the job's name. The function returns a `DetachedJob` then
-    )->callable:
+    )->Callable:
         "Return a function that calls `fun` on all ranks and returns what rank 0's returned; what rank 0 changes is changed here afterwards"
         check_callable(fun, 'distribute', 'distribute(learn.fit)(1)')
         check_choice('start', start, ('spawn','fork'))

@@ -148,7 +148,7 @@ def _check_fit(rep, learn, make, shard=False):
 def check_job(
     nprocs:int=None, # Number of ranks that there should be; by default as many as there are
     timeout:float=60, # Seconds without progress after which a rank counts as stuck
-    make:callable=small_learner, # Called as `make(bs, n)` for a Learner
+    make:Callable=small_learner, # Called as `make(bs, n)` for a Learner
     shard:bool=False # Whether each rank holds a part of the model
 )->bool: # On all ranks
     "Return whether all is well with the job of this process, while rank 0 prints what is found"
@@ -270,10 +270,10 @@ def host_table(
     return f'{as_table(["machine","answered after","its addresses",f"way to {addr}"], rows)}\nranks meet at port {port} of {addr}'
 
 def on_hosts(
-    run:callable, # Called on each rank
+    run:Callable, # Called on each rank
     hosts:list, # As for `SSHHosts`
     nprocs:int=None # Number of ranks; one a host by default
-)->callable:
+)->Callable:
     "Print a table of `hosts`, and return `run` distributed on them; exit with 1 if one cannot run ranks"
     try: print(host_table(SSHHosts(hosts)), end='\n\n')
     except EngineError as e: sys.exit(f'fastdist-check: {e}')

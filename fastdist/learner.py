@@ -18,7 +18,6 @@ from inspect import signature,unwrap
 from warnings import warn
 from weakref import WeakSet
 from torch import distributed as dist
-from accelerate import Accelerator as HFAccelerator
 from fastcore.all import *
 from fastai.basics import *
 from .base.errors import *
@@ -113,19 +112,19 @@ def reraised(
 
 # %% ../nbs/900_learner.ipynb #e09d256c
 @patch
-@delegates(HFAccelerator, but=fastai_has_own)
+@delegates(accelerate_options, but=fastai_has_own)
 def to_distributed(self:Learner,
-    sync_bn=True, # Whether batch norm counts the samples of all ranks
-    patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
-    desync_check=True, # Whether to compare what ranks hold when an epoch's training ends
-    shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
-    keep_sharded=False, # Whether the model stays in shards after `detach_distributed`
-    seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
-    nprocs=None, # Number of ranks that calls of this Learner run on, 'auto' for one a GPU, in a script that runs once; a launcher starts them by default
-    hosts=None, # Destinations for `ssh` on which these ranks run
+    sync_bn:bool=True, # Whether batch norm counts the samples of all ranks
+    patience:float=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
+    desync_check:bool=True, # Whether to compare what ranks hold when an epoch's training ends
+    shard:bool=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
+    keep_sharded:bool=False, # Whether the model stays in shards after `detach_distributed`
+    seed:int=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
+    nprocs:int|str=None, # Number of ranks that calls of this Learner run on, 'auto' for one a GPU, in a script that runs once; a launcher starts them by default
+    hosts:list=None, # Destinations for `ssh` on which these ranks run
     engine=None, # What else starts them: an executor of `submitit`, or 'ray'
-    python=None, # Interpreter on `hosts`; the path of this one by default
-    compute_setup='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
+    python:str=None, # Interpreter on `hosts`; the path of this one by default
+    compute_setup:str='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
     **kwargs
 )->Learner: # Itself
     "Join the job and add `DistributedTrainer`"
@@ -152,20 +151,20 @@ def detach_distributed(self:Learner)->Learner: # Itself
 
 @patch
 @contextmanager
-@delegates(HFAccelerator, but=fastai_has_own)
+@delegates(accelerate_options, but=fastai_has_own)
 def distrib_ctx(self:Learner,
-    sync_bn=True, # Whether batch norm counts the samples of all ranks
-    in_notebook=False, # Without effect, as in fastai's signature; the launcher is recognised
-    patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
-    desync_check=True, # Whether to compare what ranks hold when an epoch's training ends
-    shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
-    keep_sharded=False, # Whether the model stays in shards after the context
-    seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
-    nprocs=None, # Number of ranks that calls of this Learner run on, 'auto' for one a GPU, in a script that runs once; a launcher starts them by default
-    hosts=None, # Destinations for `ssh` on which these ranks run
+    sync_bn:bool=True, # Whether batch norm counts the samples of all ranks
+    in_notebook:bool=False, # Without effect, as in fastai's signature; the launcher is recognised
+    patience:float=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
+    desync_check:bool=True, # Whether to compare what ranks hold when an epoch's training ends
+    shard:bool=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
+    keep_sharded:bool=False, # Whether the model stays in shards after the context
+    seed:int=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
+    nprocs:int|str=None, # Number of ranks that calls of this Learner run on, 'auto' for one a GPU, in a script that runs once; a launcher starts them by default
+    hosts:list=None, # Destinations for `ssh` on which these ranks run
     engine=None, # What else starts them: an executor of `submitit`, or 'ray'
-    python=None, # Interpreter on `hosts`; the path of this one by default
-    compute_setup='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
+    python:str=None, # Interpreter on `hosts`; the path of this one by default
+    compute_setup:str='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'
     **kwargs
 ):
     "Train on all ranks of the job inside the context, which yields the Learner; one inside of another is part of it"

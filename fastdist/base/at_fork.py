@@ -18,6 +18,7 @@ __all__ = ['close_in_child']
 
 # %% ../../nbs/003_base.at_fork.ipynb #54311dab
 import gc,os,sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from operator import methodcaller
 from weakref import WeakKeyDictionary
@@ -28,7 +29,7 @@ _inherited = WeakKeyDictionary() # object of this process -> function that close
 
 def close_in_child(
     o, # Object of this process; the register does not hold it
-    close:callable=methodcaller('close') # Called as `close(o)`; a method that is bound to `o` would hold it
+    close:Callable=methodcaller('close') # Called as `close(o)`; a method that is bound to `o` would hold it
 ):
     "Close `o` in a forked child, before what was registered earlier"
     _inherited.pop(o, None)

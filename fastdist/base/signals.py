@@ -13,6 +13,7 @@ __all__ = ['signal_number', 'in_main_thread', 'is_default', 'may_replace', 'Shar
 
 # %% ../../nbs/004_base.signals.ipynb #457c43c0
 import os,signal,threading,time
+from collections.abc import Callable
 from ctypes import CDLL,c_void_p,create_string_buffer,sizeof
 from fastcore.all import *
 
@@ -52,8 +53,8 @@ class SharedSignal:
     "Handler of a signal above the one that is there, which gets what is not ours; a context, or `install` and `uninstall`"
     def __init__(self,
         signum:int, # Number of the signal; with `None` nothing is installed
-        handle:callable, # Called as `handle(signum, frame)`; returns whether the signal was ours, or raises an error
-        over:callable=None # Called as `over(signum)`, such as `may_replace`; returns whether to install ours
+        handle:Callable, # Called as `handle(signum, frame)`; returns whether the signal was ours, or raises an error
+        over:Callable=None # Called as `over(signum)`, such as `may_replace`; returns whether to install ours
     ): self.signum,self.handle,self.over,self.found = signum,handle,over,[] # handlers that stood there when ours was installed, with their actions
 
     def __enter__(self):

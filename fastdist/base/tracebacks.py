@@ -18,6 +18,7 @@ __all__ = ['library_place', 'ShortStack', 'shorten', 'traceback_text', 'show_onc
 
 # %% ../../nbs/001_base.tracebacks.ipynb #115f3996
 import gc,itertools,os,re,sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -91,8 +92,8 @@ def _is_pythons(show):
 
 # %% ../../nbs/001_base.tracebacks.ipynb #d9437ecb
 def show_once(
-    show:callable, # The `sys.excepthook` to call for all other errors
-    rank_of:callable, # Returns this process's rank in a job of several, `None` elsewhere
+    show:Callable, # The `sys.excepthook` to call for all other errors
+    rank_of:Callable, # Returns this process's rank in a job of several, `None` elsewhere
     kind:type, err:BaseException, tb # As for any `sys.excepthook`
 ):
     "Print one line for an error of another rank, and for Ctrl-C; print a short traceback for a rank's own error and for a `RankError` in the parent process"
@@ -122,7 +123,7 @@ def _why(err):
 
 # %% ../../nbs/001_base.tracebacks.ipynb #56e76339
 def ignore_quietly(
-    show:callable, # The `sys.unraisablehook` to call for all other errors
+    show:Callable, # The `sys.unraisablehook` to call for all other errors
     info # As for any `sys.unraisablehook`
 ):
     "Print nothing for a `RankError` that Python cannot raise"
@@ -199,7 +200,7 @@ def callers_argument(
 
 # %% ../../nbs/001_base.tracebacks.ipynb #001a0002
 def format_warning(
-    show:callable, # The `warnings.formatwarning` to call for all other warnings
+    show:Callable, # The `warnings.formatwarning` to call for all other warnings
     message, category, filename, lineno, line=None # As for any `warnings.formatwarning`
 )->str:
     "Return the text of a warning, with the user's line where it is fastdist's"

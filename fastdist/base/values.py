@@ -14,6 +14,7 @@ __all__ = ['absent', 'plain', 'leaves', 'attributes_of', 'map_leaves', 'copied',
 
 # %% ../../nbs/005_base.values.ipynb #40b00004
 import numpy as np,torch
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from functools import lru_cache
@@ -47,7 +48,7 @@ def attributes_of(
 # %% ../../nbs/005_base.values.ipynb #40b00010
 def map_leaves(
     v, # A value
-    f:callable # Called with each leaf
+    f:Callable # Called with each leaf
 ): # Containers of the same types with the results
     "Return `v` with what `f` returns in the place of each leaf"
     if isinstance(v, dict):

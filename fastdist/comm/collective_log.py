@@ -15,6 +15,7 @@ __all__ = ['Exchanges', 'is_waiting', 'asking', 'numbered', 'Wait', 'report', 'a
 
 # %% ../../nbs/100_comm.collective_log.ipynb #d05bc50f
 import sys,time
+from collections.abc import Callable
 from itertools import takewhile
 from fastcore.all import *
 from ..base.signals import *
@@ -113,7 +114,7 @@ class Wait:
     def for_rank(self,
         rank:int, # This rank
         whom:str='rank 0' # The rank that it waits for
-    )->callable: # Without parameters
+    )->Callable: # Without parameters
         "Return a `check` for `awaited` that reports this rank's wait for `whom`"
         return lambda: self(f'rank {rank} in {self.place}', f'{whom} to come there')
 

@@ -19,6 +19,7 @@ __all__ = ['without_modes', 'Pattern', 'pattern_of', 'has_shape', 'Shapes', 'is_
 # %% ../../nbs/109_comm.draws.ipynb #07f60cf9
 import pickle,random,torch,numpy as np
 from collections import Counter,namedtuple
+from collections.abc import Callable
 from contextlib import contextmanager,nullcontext
 from functools import cache
 from torch.overrides import TorchFunctionMode
@@ -147,7 +148,7 @@ class Draws(_DispatchMode):
     def draw(self,
         name:str, # Operation
         shape:tuple, # Of the numbers
-        make:callable, # Returns numbers of a shape
+        make:Callable, # Returns numbers of a shape
         cuts:bool=True # Whether `make` can make other shapes than `shape`
     ):
         "Return random numbers of `shape`"
@@ -237,7 +238,7 @@ def depends_on_rows(
 class CollateDraws:
     "Function that makes batches by `f`, and raises `SeedError` where it draws by Python or NumPy otherwise for other samples of a batch"
     def __init__(self,
-        f:callable, # Returns a batch of a list of items
+        f:Callable, # Returns a batch of a list of items
         who:str # Who it is, for the message
     ): self.f,self.who,self.tried,self.shapes = f,who,False,Shapes()
 
@@ -263,7 +264,7 @@ class CollateDraws:
 # %% ../../nbs/109_comm.draws.ipynb #8baf807a
 def check_drawn(
     count:Counter, # `count` of this rank's `StepDraws`, since it was last compared
-    gather:callable # Returns the objects of all ranks
+    gather:Callable # Returns the objects of all ranks
 ):
     "Raise `SeedError` on all ranks unless all have drawn as often in the same patterns"
     counts = gather(dict(count))

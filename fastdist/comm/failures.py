@@ -14,6 +14,7 @@ __all__ = ['RankFailure', 'error_text', 'last_line', 'Failures', 'Interrupt']
 
 # %% ../../nbs/103_comm.failures.ipynb #001e8b78
 import sys,threading,time,traceback
+from collections.abc import Callable
 from contextlib import contextmanager
 from fastcore.all import *
 from ..base.errors import *
@@ -86,7 +87,7 @@ class Failures:
 class Interrupt:
     "Raises an error of another rank in the main thread, by a signal, where Python would not swallow it"
     def __init__(self,
-        failed:callable # Returns the error that is due, or `None`
+        failed:Callable # Returns the error that is due, or `None`
     ):
         self.failed,self.ident,self.main = failed,threading.get_ident(),in_main_thread()
         self.enabled,self.handling = False,None # whether the main thread may be interrupted; the error that it was handling when that was enabled

@@ -28,6 +28,7 @@ __all__ = ['JobState', 'Votes', 'Listener', 'Watchdog', 'Farewell', 'current_job
 # %% ../../nbs/104_comm.job.ipynb #e663588e
 import json,os,signal,sys,threading,time,traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager,suppress
 from itertools import count
 from multiprocessing.util import Finalize
@@ -107,9 +108,9 @@ class JobState:
         return RankError(min(self.left), f'it left while this rank, {self.rank}, waited for it. HINT: every rank has to make the same fits, validations and predictions')
 
     def guarded(self,
-        f:callable, # What a thread does
+        f:Callable, # What a thread does
         client, # Its connection to the store
-        after:callable=None # Called again and again where it has failed, until this rank leaves
+        after:Callable=None # Called again and again where it has failed, until this rank leaves
     ):
         "Call `f`; let all ranks know where it fails"
         try: return f()
@@ -461,7 +462,7 @@ class Job:
 
     def posted(self,
         key:str, # As for `post`
-        check:callable=noop # Called several times a second; may raise an error
+        check:Callable=noop # Called several times a second; may raise an error
     )->str:
         "Wait for the text at `key`, and return it"
         with self._online(): return self.votes.wait_for(f'{self.generation}/note/{key}', check).decode()

@@ -18,6 +18,7 @@ __all__ = ['died', 'unresponsive', 'Progress', 'Judge']
 
 # %% ../../nbs/102_comm.progress.ipynb #d2e512d4
 import sys,threading,time,traceback
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import chain
 from fastcore.all import *
@@ -36,8 +37,8 @@ class Progress:
 
     @contextmanager
     def watch(self,
-        where:callable, # Returns a description of the main thread's place; called in another thread
-        position:callable=None # Returns its place in the training loop, a list that grows
+        where:Callable, # Returns a description of the main thread's place; called in another thread
+        position:Callable=None # Returns its place in the training loop, a list that grows
     ):
         "Expect progress inside this context, which adds to `beat`"
         old = self.where,self.position
@@ -81,7 +82,7 @@ class Judge:
         size:int, # Number of ranks
         patience:float, # Seconds without progress or without a report after which it is an error
         tick:float=1., # Seconds between two reports of a rank
-        is_there:callable=lambda rank: True # Returns whether the process of a rank exists; asked for one that is silent
+        is_there:Callable=lambda rank: True # Returns whether the process of a rank exists; asked for one that is silent
     ):
         self.size,self.patience,self.tick,self.is_there = size,patience,tick,is_there
         self.heard = {} # rank -> number of its last report, and when that came

@@ -16,6 +16,7 @@ __all__ = ['without_barrier', 'rank0_first', 'only_rank0', 'rank0_named', 'rank0
 # %% ../../nbs/106_comm.rank0.ipynb #7b1f0a04
 import json,traceback,fastai.torch_core
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager,suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -34,7 +35,7 @@ from .collectives import *
 
 # %% ../../nbs/106_comm.rank0.ipynb #7ffe52b1
 def without_barrier(
-    func:callable, # Called with the other arguments
+    func:Callable, # Called with the other arguments
     *args, **kwargs
 ): # The result of `func`
     "Call `func` while fastai's `distrib_barrier` returns at once"
@@ -140,7 +141,7 @@ def _wait_for(notes, key, what, anywhere=True):
 
 # %% ../../nbs/106_comm.rank0.ipynb #25588267
 def rank0_first(
-    func:callable, # Called on every rank
+    func:Callable, # Called on every rank
     *args,
     local:bool=False, # Whether local rank 0 of each node goes first, and not rank 0 alone; for files on the node's own disk
     **kwargs
@@ -157,7 +158,7 @@ def rank0_first(
 
 # %% ../../nbs/106_comm.rank0.ipynb #a986508d
 def only_rank0(
-    func:callable, # Called on rank 0 only
+    func:Callable, # Called on rank 0 only
     *args,
     name:str='', # Name of the work, the same on all ranks; the calls of each name are counted separately
     **kwargs
@@ -167,7 +168,7 @@ def only_rank0(
     return None if this_world().rank else res
 
 def rank0_named(
-    func:callable, # Called on rank 0 only
+    func:Callable, # Called on rank 0 only
     name:str # Name of the work, as for `only_rank0`
 )->tuple: # The result of `func`, on other ranks if it is text (else empty text, or `None` under another name); the name on rank 0
     "Call `func` as `only_rank0` does; warn if the name on this rank differs from that on rank 0"
@@ -188,7 +189,7 @@ def _renamed(mine, name):
 _passed,_keys = Counter(),{} # name -> calls of `rank0_noted` that this process has come to; `own` -> key of the note of the last one
 
 def rank0_noted(
-    func:callable, # Called on rank 0 only
+    func:Callable, # Called on rank 0 only
     name:str, # Name of the work, the same on all ranks
     own:str=None # By what this process calls `await_noted`; `name` by default
 ):

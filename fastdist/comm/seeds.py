@@ -15,6 +15,7 @@ __all__ = ['check_seed', 'key_of', 'set_random', 'own_generators', 'seed_generat
 # %% ../../nbs/108_comm.seeds.ipynb #c58aeaf9
 import gc,random,sys,torch,numpy as np
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
 from threading import Thread
@@ -146,7 +147,7 @@ class Seeds:
 
     def read(self,
         b:Placed, # Samples of a batch
-        f:callable, # Called with one of them
+        f:Callable, # Called with one of them
     )->list:
         "Return what `f` reads for each sample of `b`, and set the generators to the place of the batch"
         res = list(map(f, self.before(b, b.places)))

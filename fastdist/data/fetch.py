@@ -16,6 +16,7 @@ __all__ = ['is_fastais', 'is_empty', 'makes_plainly', 'fetch_items', 'collate_it
 
 # %% ../../nbs/203_data.fetch.ipynb #9f3d4283
 import faulthandler,os,signal,sys,sysconfig,time,torch,numpy as np
+from collections.abc import Callable
 from contextlib import contextmanager,suppress
 from itertools import takewhile
 from weakref import ref
@@ -99,7 +100,7 @@ def collate_items(
 
 # %% ../../nbs/203_data.fetch.ipynb #d35ff5f8
 def padded_to(
-    pad:callable, # Makes the items of a batch equally long
+    pad:Callable, # Makes the items of a batch equally long
     longest:int, # Length of the longest text of a batch of which `items` are a part
     items:list # Of samples, whose first field is a text
 ): # Items
@@ -216,7 +217,7 @@ class WorkerWatch:
 
 # %% ../../nbs/203_data.fetch.ipynb #7a11d004
 def watched_workers(
-    make:callable # Called without arguments
+    make:Callable # Called without arguments
 ): # What `make` returns
     "Call `make`, which may start data workers, and watch those of torch's iterator that it returns"
     log = None if _dump is None or not is_default(_dump) else os.fdopen(os.memfd_create('fastdist'), 'w+b', buffering=0)

@@ -17,6 +17,7 @@ __all__ = ['DistributedDL', 'StepDL', 'is_loader', 'user_loaders', 'named_loader
 
 # %% ../../nbs/206_data.loader.ipynb #80ab23ae
 import torch,numpy as np
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from copy import copy
@@ -141,7 +142,7 @@ class DistributedDL(TfmdDL):
 
     def resume_at(self,
         batch:int, # Batch of this rank with which the next pass begins
-        then:callable=noop, # Called once in that pass, before anything of `batch` is computed in this process
+        then:Callable=noop, # Called once in that pass, before anything of `batch` is computed in this process
         alive:bool=False # `has_workers` before that pass: whether it needed no seed for data workers
     ):
         "Begin the next pass at `batch`; `len`, `weights` and `totals` stay those of a full pass"

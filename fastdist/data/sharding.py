@@ -28,6 +28,7 @@ __all__ = ['int_type', 'shuffled_range', 'ceil_div', 'part', 'share_of', 'block'
 
 # %% ../../nbs/200_data.sharding.ipynb #919b0f56
 import pickle,random,torch,zlib,numpy as np
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from warnings import warn
@@ -390,7 +391,7 @@ class Pass:
     joint,broadcast,rank_orders,past,done,seeds = False,None,None,0,0,None
     def __init__(self,
         at:int=0, # Batch of this rank with which it begins
-        then:callable=noop, # Called once, before anything of that batch is computed in this process
+        then:Callable=noop, # Called once, before anything of that batch is computed in this process
         alive:bool=False # Whether the pass needs no seed for data workers, since they were running before it
     ): self.at,self.then,self.alive = at,then,alive
 
@@ -419,14 +420,14 @@ class Pass:
         self.begin()
 
     def draw(self,
-        f:callable, # Called without arguments
+        f:Callable, # Called without arguments
         dl # Loader that it draws from
     ):
         "Return `f()`, with rank 0's random state in a pass that all ranks begin together"
         with rank0_random(dl) if self.joint else nullcontext(): return f()
 
     def order(self,
-        f:callable, # Called without arguments; returns this rank's global order
+        f:Callable, # Called without arguments; returns this rank's global order
         dl # Loader that it draws from
     ): # Range, array or list
         "Return the order `f()`, the same on all ranks; `rank_orders` has this rank's and the common one where they differ"

@@ -27,7 +27,7 @@ __all__ = ['rebatched', 'batches_of', 'FastaiSource', 'skipped', 'batch_tensors'
 import random,torch,numpy as np
 from contextlib import nullcontext
 from dataclasses import replace
-from collections.abc import Mapping
+from collections.abc import Callable,Mapping
 from itertools import chain,count,islice
 from torch.utils.data import DataLoader as TorchLoader,dataloader
 from fastcore.all import *
@@ -111,7 +111,7 @@ class FastaiSource:
     def close(self, p): self.maker.after_iter()
 
     def as_one(self,
-        f:callable # Called with `maker`
+        f:Callable # Called with `maker`
     ):
         "Return `f(maker)`, with the batch size of all ranks together"
         with batches_of(self.maker, self.maker.bs and self.partition.g): return f(self.maker)
@@ -206,7 +206,7 @@ def _try(f, items):
     except Exception: return None
 
 def grows_with(
-    make:callable, # Returns the batch of a list of items
+    make:Callable, # Returns the batch of a list of items
     items:list, # Of a batch
     b # `make(items)`
 )->tuple: # Whether it does, and whether the rows of items follow each other

@@ -21,6 +21,7 @@ __all__ = ['Batches', 'with_places', 'PlacedData', 'PlacedCollate', 'CheckedColl
 
 # %% ../../nbs/205_data.torch_loader.ipynb #3ce7aac4
 import torch,zlib
+from collections.abc import Callable
 from contextlib import ExitStack,contextmanager,nullcontext
 from dataclasses import replace
 from itertools import chain,count,islice
@@ -89,7 +90,7 @@ class PlacedData:
 class PlacedCollate:
     "Collate function that draws for the rows of all ranks"
     def __init__(self,
-        f:callable, # The user's
+        f:Callable, # The user's
         data:PlacedData # Whose samples are collated
     ): self.f,self.data = CollateDraws(f, 'the collate function'),data
     def __call__(self, b):
@@ -108,15 +109,15 @@ class CheckedCollate:
         return res
 
 def checked_collate(
-    f:callable # Collate function of a torch loader
-)->callable:
+    f:Callable # Collate function of a torch loader
+)->Callable:
     "Return `f` if it is torch's, else a `CheckedCollate`"
     return f if f is default_collate else CheckedCollate(f)
 
 class InitWorker:
     "Worker init function that sets the user's data set in torch's worker info and a stream's `seeds`, and calls the user's `init`"
     def __init__(self,
-        init:callable=None # The user's `worker_init_fn`
+        init:Callable=None # The user's `worker_init_fn`
     ): self.init,self.seeds = init,None
 
     def __call__(self, i):
@@ -200,9 +201,9 @@ class From:
     def __init__(self,
         by, # Sampler or batch sampler
         batch:int=0, # Number of its first batches to leave out
-        then:callable=noop, # Called once, without arguments
+        then:Callable=noop, # Called once, without arguments
         ahead:int=0, # Number of batches that are asked for before the first has come
-        note:callable=noop # Called with all that `by` gives
+        note:Callable=noop # Called with all that `by` gives
     ): store_attr()
     def __len__(self): return len(self.by)
     def __iter__(self):

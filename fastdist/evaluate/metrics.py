@@ -316,7 +316,7 @@ class Outcome:
 # %% ../../nbs/301_evaluate.metrics.ipynb #7e6d2642
 def hold(
     met:Metric, # Evaluated
-    outcome:callable, # Returns its value, or raises the error of computing it
+    outcome:Callable, # Returns its value, or raises the error of computing it
     away:list=() # Names of attributes that only rank 0 has
 ):
     "Let `met` have the value that `outcome` returns, and no attributes `away`, until its next `reset`"

@@ -19,6 +19,7 @@ __all__ = ['package_of', 'of_framework', 'Copies', 'Refused', 'no_exchange', 'un
 # %% ../../nbs/300_evaluate.probe.ipynb #9d99cd9b
 import cloudpickle,io,logging,os,pickle,signal,sys,torch,warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack,contextmanager,redirect_stdout
 from copy import deepcopy
 from enum import Enum
@@ -252,7 +253,7 @@ def unnoticed(
 
 def probed(
     o, # What is run; see `Copies`
-    run:callable, # Called with the `Copies` of `o`, without a mark
+    run:Callable, # Called with the `Copies` of `o`, without a mark
     refused=None, # Result where no copy can be made, or where running one would leave a mark
     failed=None # Result of any other error
 ):

@@ -33,6 +33,7 @@ __all__ = ['uncollected', 'Link', 'Streams', 'versions', 'addresses', 'machine',
 
 # %% ../../nbs/015_launch.agent.ipynb #1fd2e69d
 import atexit,gc,json,os,platform,psutil,secrets,selectors,socket,sys,time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError,version
@@ -132,7 +133,7 @@ class Streams:
     "Channel whose `link` reads what `source` yields, and hands what is written to `sink`; a thread for each direction"
     def __init__(self,
         source, # Yields bytes, until the end of the stream
-        sink:callable # Takes bytes; none at the end
+        sink:Callable # Takes bytes; none at the end
     ):
         (inp,to),(of,out) = os.pipe(),os.pipe()
         self.link = Link(inp, out)

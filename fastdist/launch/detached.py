@@ -23,6 +23,7 @@ __all__ = ['job_folders', 'new_folder', 'find_folder', 'be_detached', 'start_det
 
 # %% ../../nbs/020_launch.detached.ipynb #4acd9532
 import json,os,pickle,re,signal,subprocess,sys,tempfile,time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
@@ -105,7 +106,7 @@ def _began(pid):
 _module = Launcher.__module__.rpartition('.')[0]+'.detached' # this module: a notebook's `__name__` would be another
 
 def start_detached(
-    fun:callable, # Called without arguments
+    fun:Callable, # Called without arguments
     name:str, # Of the job
     what:str='' # What it calls, for whoever finds it
 )->Path: # The job's folder
@@ -125,7 +126,7 @@ def start_detached(
 # %% ../../nbs/020_launch.detached.ipynb #a0af4430
 class DetachedJob:
     "Job in the folder `d`; `receive` gets what its ranks trained and returned"
-    def __init__(self, d:Path, receive:callable=noop):
+    def __init__(self, d:Path, receive:Callable=noop):
         self.d,self.receive = Path(d),receive
         self.info = json.loads((self.d/'job.json').read_text())
     @property

@@ -27,6 +27,7 @@ __all__ = ['ddp_imports', 'gomp_paths', 'release_threads', 'preload', 'forks_ran
 # %% ../../nbs/009_launch.fork.ipynb #fe38b5ef
 import builtins,json,os,random,re,signal,stat,sys,tempfile,time,torch,warnings,numpy as np
 from base64 import b64encode
+from collections.abc import Callable
 from ctypes import CDLL
 from importlib import import_module
 from io import TextIOWrapper
@@ -114,7 +115,7 @@ def set_cpu_random(
 
 # %% ../../nbs/009_launch.fork.ipynb #90095ea2
 def write_call(
-    fun:callable, # Called by each rank with its number
+    fun:Callable, # Called by each rank with its number
     path:Path # File
 ):
     "Write what ranks call, with this process's random state and script, so that another process can read it"
@@ -178,7 +179,7 @@ def show_in_parent(
 # %% ../../nbs/009_launch.fork.ipynb #9e5a1d02
 class PrintedLines(TextIOWrapper):
     "Text file over `raw` that hands whole lines to `send` in its place"
-    def __init__(self, raw, send:callable):
+    def __init__(self, raw, send:Callable):
         super().__init__(raw, encoding='utf-8', errors='replace')
         self.send,self.rest = send,''
 
@@ -391,7 +392,7 @@ def _error(failed, d):
 
 # %% ../../nbs/009_launch.fork.ipynb #a9010e66
 def on_ranks(
-    fn:callable, # Called as `fn(rank)` on each rank; a lambda or a local function will do
+    fn:Callable, # Called as `fn(rank)` on each rank; a lambda or a local function will do
     n:int=2, # Number of ranks
     timeout:float=60, # Seconds after which all ranks are ended and `TimeoutError` is raised
     join:bool=True, # Whether to make the process group before `fn`

@@ -18,6 +18,7 @@ __all__ = ['free_port', 'awaited', 'await_that', 'own_addresses', 'job_store', '
 # %% ../../nbs/007_launch.group.ipynb #fe565770
 import gc,os,socket,stat,sys,threading,torch,warnings,time
 import torch.distributed.nn.functional
+from collections.abc import Callable
 from contextlib import ExitStack,closing,contextmanager,suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -43,7 +44,7 @@ def free_port()->int:
 def awaited(
     store:dist.Store, # A store of torch
     key:str, # Key that another process sets
-    check:callable=noop, # Called after each look that does not find the key; may raise an error
+    check:Callable=noop, # Called after each look that does not find the key; may raise an error
     timeout:float=float('inf') # Seconds
 )->bytes: # The value at `key`
     "Wait until `key` is set in `store`; raise `TimeoutError` after `timeout` seconds"
@@ -57,7 +58,7 @@ def awaited(
 
 # %% ../../nbs/007_launch.group.ipynb #a7c10001
 def await_that(
-    cond:callable, # Called at each look
+    cond:Callable, # Called at each look
     seconds:float, # `inf` for ever
     pause:float=.05 # Seconds between two looks
 )->bool:

@@ -39,6 +39,7 @@ __all__ = ['agent_code', 'Terminal', 'Output', 'Display', 'warn_again', 'Reports
 # %% ../../nbs/016_launch.launcher.ipynb #5991e164
 import codecs,io,json,os,re,shlex,signal,sys,time,warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack,contextmanager,suppress
 from math import inf
 from pathlib import Path
@@ -69,7 +70,7 @@ def _write_all(f, s):
 class Terminal:
     "Writes texts in order, in a thread that starts with the first"
     def __init__(self,
-        failed:callable=noop, # Called in the thread with an error, such as that of a pipe that nobody reads any more
+        failed:Callable=noop, # Called in the thread with an error, such as that of a pipe that nobody reads any more
         size:int=1024 # Texts of at most 64 KB that may wait; behind them ranks wait after all
     ): self.failed,self.todo,self.thread = failed,Queue(size),None
 
@@ -96,7 +97,7 @@ class Terminal:
 # %% ../../nbs/016_launch.launcher.ipynb #e660c22e
 class Output:
     "Passes what a rank prints to `write`, as text; with a `prefix`, by whole lines that begin with it"
-    def __init__(self, write:callable, prefix:str=''):
+    def __init__(self, write:Callable, prefix:str=''):
         self.write,self.prefix,self.rest,self.last = write,prefix,'','\n'
         self.decode = codecs.getincrementaldecoder('utf-8')('replace').decode
 
@@ -127,7 +128,7 @@ class Output:
 
 class Display:
     "Passes what a rank displays, lines of JSON, to `publish`, which takes it as IPython does"
-    def __init__(self, publish:callable): self.publish,self.rest = publish,b''
+    def __init__(self, publish:Callable): self.publish,self.rest = publish,b''
     def __call__(self, data:bytes):
         "Take a part of the lines"
         *lines,self.rest = (self.rest+data).split(b'\n')
@@ -157,8 +158,8 @@ def warn_again(
 class Reports:
     "Warnings of all ranks and lines that they print, each of which is shown once"
     def __init__(self,
-        warn:callable, # Called with what `warn_again` takes
-        write:callable # Called with a line that another rank than 0 has printed
+        warn:Callable, # Called with what `warn_again` takes
+        write:Callable # Called with a line that another rank than 0 has printed
     ): self.warn,self.write,self.ranks,self.rest = warn,write,{},''
 
     def of(self, rank:int)->Display:
@@ -239,7 +240,7 @@ class RemoteRank:
     def __init__(self,
         rank:int, node:str, link:Link, d:Path,
         outputs:dict, # Kind of output -> function that takes it
-        wake:callable # Called when the rank has ended
+        wake:Callable # Called when the rank has ended
     ):
         store_attr()
         self.exitcode,self.why,self.tail,self.ended = None,'',b'',Event()
@@ -402,7 +403,7 @@ class RemoteAgent:
         elif kind!='ping': self.answers.put((fields,data))
 
     def lose(self,
-        why:callable # Returns what happened to the machine
+        why:Callable # Returns what happened to the machine
     ):
         "Take the ranks that have not ended for lost"
         lost = [o for o in self.ranks.values() if o.exitcode is None]
@@ -493,7 +494,7 @@ class ThisNode:
     "Engine for ranks of this node"
     name,places = '',['']
     def __init__(self,
-        fun:callable, # What the ranks call
+        fun:Callable, # What the ranks call
         start:str='spawn' # 'spawn' for new processes, 'fork' for copies of this one
     ): self.fun,self.start = fun,start
 
@@ -647,7 +648,7 @@ class Launcher:
             if not self.here: o.link.send_file('call', call)
 
     def run(self,
-        fun:callable, n:int, all_ranks:bool=False, show_all:bool=False, returns:bool=False, # As for `start_ranks`
+        fun:Callable, n:int, all_ranks:bool=False, show_all:bool=False, returns:bool=False, # As for `start_ranks`
         died:list=None, # As for `passed_on`
         pressed:list=None, # Receives Ctrl-C, with `returns`
         keeps:bool=False # Whether agents call `fun` with what it returned the last time, and it returns that and what ranks call
@@ -675,7 +676,7 @@ class Launcher:
 
 # %% ../../nbs/016_launch.launcher.ipynb #da0ac2f3
 def start_ranks(
-    fun:callable, # Called as `fun(rank)` on each rank
+    fun:Callable, # Called as `fun(rank)` on each rank
     n:int, # Number of ranks
     start:str='spawn', # 'spawn' for new processes, 'fork' for copies of this one
     all_ranks:bool=False, # Whether to return a list of the results of all ranks; by default only rank 0's result

@@ -17,6 +17,7 @@ __all__ = ['made_in', 'of_library', 'globals_used', 'references', 'found', 'Code
 # %% ../../nbs/008_launch.pickling.ipynb #4f4954ac
 import cloudpickle,copyreg,linecache,os,pickle,sys,torch
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from collections import ChainMap
 from io import BytesIO
@@ -121,7 +122,7 @@ def _path(at, name, o):
 
 def found(
     o, # Anything
-    wanted:callable, # Called with an object; says whether to return it, and to look no further into it
+    wanted:Callable, # Called with an object; says whether to return it, and to look no further into it
     by_name:bool=False, # As for `references`
     name:str='' # Of `o`, with which paths begin; by default that of a variable, or of its class
 )->dict: # Path -> object

@@ -16,6 +16,7 @@ __all__ = ['append_to', 'follow_file', 'RunFolder', 'stop_signals', 'pass_on_sig
 
 # %% ../../nbs/018_launch.slurm.ipynb #5e945d2f
 import os,signal,socket,subprocess,sys,time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -49,7 +50,7 @@ def _read(path, at=0):
 # %% ../../nbs/018_launch.slurm.ipynb #f26a0514
 def follow_file(
     path:Path, # File to which somebody appends
-    over:callable # Returns whether nothing will be added any more
+    over:Callable # Returns whether nothing will be added any more
 ): # Generator of bytes
     "Yield what is appended to a file, until it is `over`"
     at,last,data = 0,False,b''
@@ -120,7 +121,7 @@ _patience = 120 # seconds for the slowest node to import
 def serve_parent(
     files:RunFolder, # Of this start of the job
     i:int, # Number of this task
-    begin:callable=pass_on_signals # Called with the agent and `files`
+    begin:Callable=pass_on_signals # Called with the agent and `files`
 ):
     "Run ranks for the parent process, until it has what it wants; raise `ParentGone` if it has gone"
     if not await_that(lambda: _read(files.d/f'{i}.in'), _patience): raise ParentGone

@@ -18,6 +18,7 @@ __all__ = ['newest_tried', 'World', 'is_on', 'is_notebook_launcher', 'from_ranks
 
 # %% ../../nbs/006_launch.world.ipynb #ecb58bb4
 import os,re,socket,sys,torch
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass,replace
 from binascii import crc32
@@ -297,7 +298,7 @@ def _imported(name): return getattr(sys.modules.get(name), '__version__', None) 
 def _minor(s): return tuple(map(int, re.findall(r'\d+', s)[:2]))
 
 def untried(
-    installed:callable=_imported # Returns the version of a package
+    installed:Callable=_imported # Returns the version of a package
 )->str: # Empty where there is none
     "Return the packages that are newer than what was tried, in one line"
     newer = [f'{k} {installed(k)} (tried: up to {v})' for k,v in newest_tried.items() if _minor(installed(k))>_minor(v)]

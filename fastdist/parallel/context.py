@@ -197,8 +197,8 @@ class JobContext:
 
     @contextmanager
     def together(self,
-        where:callable, # Returns in words where the main thread is
-        pos:callable=None # Its place in the training loop, a tuple that grows
+        where:Callable, # Returns in words where the main thread is
+        pos:Callable=None # Its place in the training loop, a tuple that grows
     ):
         "Return a context manager that raises an error of one rank on all ranks; it first renews a process group that broke before"
         control = self.control

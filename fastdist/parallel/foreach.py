@@ -174,9 +174,9 @@ class ListSteps:
     "Steps of fastai's `opt` over lists of tensors; what is not known steps as before"
     def __init__(self,
         opt:Optimizer, # Not changed by this
-        row:callable=noop, # Parameter -> plain tensor with a gradient that steps in its place
-        knows:callable=steps_as_lists, # Optimizer -> whether it may step so
-        other:callable=None # Takes the step where not all is known; the `step` of its class by default
+        row:Callable=noop, # Parameter -> plain tensor with a gradient that steps in its place
+        knows:Callable=steps_as_lists, # Optimizer -> whether it may step so
+        other:Callable=None # Takes the step where not all is known; the `step` of its class by default
     ):
         store_attr()
         self.on,self.key,self.state = True,None,None

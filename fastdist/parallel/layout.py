@@ -70,8 +70,8 @@ def has_overtaken()->bool:
 stopped = WeakKeyDictionary() # Learner that an error stopped in an earlier context -> `has_overtaken` of then
 
 def of_one_rank(
-    take:callable, # Returns what is sent, on the rank that sends it
-    put:callable, # Called with it on all others
+    take:Callable, # Returns what is sent, on the rank that sends it
+    put:Callable, # Called with it on all others
     before:bool=False # Whether this rank has overtaken an exchange in a context before
 ):
     "Give all ranks what one has that has overtaken nothing; warn where there is none"
@@ -182,7 +182,7 @@ class Layout:
     looks = False # Whether each step looks for parameters without a gradient; part of the state of a fit
     files = LayoutFiles()
     def __init__(self,
-        make:callable=noop, # Called with a model; returns the wrapper for its forward pass in training
+        make:Callable=noop, # Called with a model; returns the wrapper for its forward pass in training
         norms:Norms=None # Of the models
     ):
         self.make,self.norms = make,norms or Norms()
@@ -246,7 +246,7 @@ class Layout:
         return self.through(*args, **kwargs)
 
     def backward(self,
-        run:callable, # The backward pass, called as `run(t, g)`
+        run:Callable, # The backward pass, called as `run(t, g)`
         t:torch.Tensor, # Loss that it begins from
         g:torch.Tensor, # Gradient there, or `None`
         numbers:torch.Tensor # Part of this rank in a sum over ranks, shape `(2,)`
@@ -270,14 +270,14 @@ class Layout:
         return average_grads(params, numbers, weight)
 
     def counted(self,
-        f:callable # The optimizer's step
-    )->callable: # Called in its place
+        f:Callable # The optimizer's step
+    )->Callable: # Called in its place
         "Return `f`, so that a layout knows where an error has stopped this rank"
         return f
 
     def probe(self,
         model:nn.Module, # Trained now
-        f:callable # Called with what runs the forward pass of `model`, as for `first_mixing`
+        f:Callable # Called with what runs the forward pass of `model`, as for `first_mixing`
     ):
         "Return what `f` returns; raise an error where `model` cannot be probed"
         return f(CopyProbe(model))
@@ -341,7 +341,7 @@ class Wrapped:
         return torch.zeros_like(p, layout=torch.sparse_coo if sparse else torch.strided)
 
     def forward(self,
-        model:callable, # In the wrapper
+        model:Callable, # In the wrapper
         *args, **kwargs # Of it
     ):
         "Call the wrapper, or `model` between what DDP does before and after"
@@ -362,7 +362,7 @@ class Wrapped:
             for p,*old in before: p.grad,p._backward_hooks,p._post_accumulate_grad_hooks = old
 
     def see(self,
-        run:callable, # As for `Layout.backward`
+        run:Callable, # As for `Layout.backward`
         t:torch.Tensor, # Loss that it begins from
         g:torch.Tensor # Gradient there
     )->list: # Parameters that have got no gradient

@@ -48,7 +48,7 @@ class ModelProxy:
     "Proxy for `learn.model`: the first call restores the model and runs `through`; attributes come from the model"
     def __init__(self,
         learn, # Its model is the user's
-        through:callable # Called in the place of the model
+        through:Callable # Called in the place of the model
     ): vars(self).update(learn=learn, model=learn.model, through=through)
     def __getattr__(self, k): return getattr(self.model, k)
     def __setattr__(self, k, v): setattr(self.model, k, v)
@@ -171,7 +171,7 @@ def _pass(run, kwargs, ts, gs):
 # %% ../../nbs/500_parallel.passes.ipynb #121286e6
 @contextmanager
 def each_backward(
-    f:callable # Called as `f(run, tensors, grad_tensors, kwargs)`; `run(tensors, grad_tensors)` is the pass, `kwargs` are torch's other arguments
+    f:Callable # Called as `f(run, tensors, grad_tensors, kwargs)`; `run(tensors, grad_tensors)` is the pass, `kwargs` are torch's other arguments
 ):
     "Return a context manager in which each backward pass that this thread begins, and that adds to gradients, goes through `f`"
     run,me,inside = torch.autograd.backward,get_ident(),False
@@ -189,7 +189,7 @@ def each_backward(
 @contextmanager
 def each_step(
     opt, # A Learner's optimizer
-    before:callable # Called before each step
+    before:Callable # Called before each step
 ):
     "Return a context manager in which `before` is called before each step of `opt`"
     own = vars(opt).get('step')
@@ -203,7 +203,7 @@ def each_step(
 # %% ../../nbs/500_parallel.passes.ipynb #a1c20f12
 @contextmanager
 def each_registration(
-    f:callable # Called after a parameter or a module was registered in any module
+    f:Callable # Called after a parameter or a module was registered in any module
 ):
     "Return a context manager in which `f` is called for each registration"
     def hook(module, name, value): f()

@@ -110,7 +110,7 @@ def _ends_the_same(whole, part):
 
 # %% ../../nbs/507_parallel.seeding.ipynb #01de6a40
 def learned(
-    make:callable, # Returns the function; called for each run
+    make:Callable, # Returns the function; called for each run
     b, # Its batch: nested tensors
     n:int, # Rows of `b`
     who:str, # What draws

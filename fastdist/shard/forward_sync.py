@@ -36,7 +36,7 @@ class ForwardPasses:
     "Forward passes of models in shards, each of which all ranks make"
     def __init__(self,
         models:ShardedModels, # Of a Learner
-        rank0_evaluates:callable=lambda: False # Returns whether rank 0 evaluates on its own
+        rank0_evaluates:Callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
         self.models,self.rank0_evaluates = models,rank0_evaluates
         self.free,self.leads = False,False # whether the batch's own pass is to come; whether the others serve the passes of this rank
@@ -78,7 +78,7 @@ class ForwardPasses:
         finally: self.free = was
 
     def on_rank0(self,
-        f:callable # Called on rank 0, without arguments
+        f:Callable # Called on rank 0, without arguments
     ):
         "Return on all ranks what `f` returns, and raise its error on all; the others gather what its forward passes gather"
         with exchange('a probe of the model in shards'),without_modes():

@@ -379,7 +379,7 @@ def _set_data(t, v):
 
 @contextmanager
 def full_numbers(
-    rank0_evaluates:callable=lambda: False # Returns whether rank 0 runs code that the others do not
+    rank0_evaluates:Callable=lambda: False # Returns whether rank 0 runs code that the others do not
 ):
     "Let `item` and the like of a DTensor put its parts together inside this context, and `data` be set"
     handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -414,7 +414,7 @@ class Sharded(Layout):
         job:JobContext, # That the Learner has joined
         plan, # A `ShardPlan`
         sync_bn=True, # Whether batch norm counts the samples of all ranks
-        rank0_evaluates:callable=lambda: False # Returns whether rank 0 evaluates on its own
+        rank0_evaluates:Callable=lambda: False # Returns whether rank 0 evaluates on its own
     ):
         self.job,self.plan,self.models,self.rank0_evaluates = job,plan.on(job.world),ShardedModels(),rank0_evaluates
         self.requests,self.counting = Requests(job.world.size),job.control.exchanges.of('the training step', 'step')

@@ -248,8 +248,8 @@ class Shards:
         model:nn.Module, # The user's
         units:list, # Modules that are gathered one at a time, innermost first, without `model`
         whole:list=(), # Parameters that each rank holds whole
-        carrier:callable=lambda size: None, # Called with the number of shards; returns a `RowCarrier`
-        over:callable=lambda: noop, # Called when `model` is in shards, to change forward passes; returns what undoes it
+        carrier:Callable=lambda size: None, # Called with the number of shards; returns a `RowCarrier`
+        over:Callable=lambda: noop, # Called when `model` is in shards, to change forward passes; returns what undoes it
         root:dict=None, # In place of some of `how` for the unit of `model`
         **how # For torch's `fully_shard`
     ):
@@ -282,9 +282,9 @@ class Shards:
 
     def wrap(self,
         mesh:DeviceMesh, # From `shard_mesh`
-        fill:callable, # Called for each unit with its parameters, which have their values on the mesh's device afterwards
+        fill:Callable, # Called for each unit with its parameters, which have their values on the mesh's device afterwards
         group=None, # From `own_group`
-        add_hooks:callable=noop # Called with this object when all units are cut, to add hooks
+        add_hooks:Callable=noop # Called with this object when all units are cut, to add hooks
     ):
         "Cut the model into shards, one unit after the other; after an error it is on this rank as it was"
         self.mesh,self.carrier,self.added = mesh,self.new_carrier(mesh.size(-1)),Additions(self.model.modules())
@@ -330,8 +330,8 @@ class Shards:
                 vars(p).pop('_fsdp_orig_uid', None)
 
     def watch(self,
-        before:callable, # Called with the number of a unit before its forward pass, and before FSDP's hooks
-        after:callable # Called with the number of a unit after its forward pass, also where it fails
+        before:Callable, # Called with the number of a unit before its forward pass, and before FSDP's hooks
+        after:Callable # Called with the number of a unit after its forward pass, also where it fails
     ):
         "Call `before` and `after` around forward passes, until `unwrap`; let hooks of the user on parameters fire"
         def pre(i, *_): return before(i)
@@ -380,7 +380,7 @@ class Shards:
     def renew(self,
         mesh:DeviceMesh, # Over a new process group
         group=None, # As for `wrap`
-        add_hooks:callable=noop # As for `wrap`
+        add_hooks:Callable=noop # As for `wrap`
     ):
         "Cut the model again over `mesh`, from the rows that ranks have"
         self.rows = {p:q.detach() for p,q in self.params.items()}

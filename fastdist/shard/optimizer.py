@@ -71,7 +71,7 @@ def _lists(o):
 def replace_params(
     opt, # fastai's or torch's optimizer, or `None`
     now:dict, # Parameter -> the one to be in its place
-    value:callable=lambda v,p: v # Called with a tensor of the state and the parameter it belongs to; returns what takes its place
+    value:Callable=lambda v,p: v # Called with a tensor of the state and the parameter it belongs to; returns what takes its place
 ):
     "Exchange the parameters of `opt`, and the tensors of its state"
     for *_,p,s,k in _slots(opt): s[k] = value(s[k], p)

@@ -15,6 +15,7 @@ __all__ = ['ShardPlan', 'shard_plan']
 
 # %% ../../nbs/600_shard.plan.ipynb #f4cf9617
 import os,re,torch
+from collections.abc import Callable
 from torch import nn
 from dataclasses import dataclass,fields,replace
 from accelerate.utils import DistributedDataParallelKwargs,FullyShardedDataParallelPlugin
@@ -35,7 +36,7 @@ class ShardPlan:
     hybrid:bool=False # Whether each node has a whole replica, divided over its ranks
     classes:tuple=() # Names of module classes, each of whose modules is a unit
     min_params:int=None # Number of parameters above which a module is a unit
-    policy:callable=None # Called as `policy(module=, recurse=, nonwrapped_numel=)`; whether to look into a module, or whether it is a unit
+    policy:Callable=None # Called as `policy(module=, recurse=, nonwrapped_numel=)`; whether to look into a module, or whether it is a unit
     one_unit:bool=False # Whether the whole model is the only unit
     mixed:MixedPrecisionPolicy=None # Types to compute and to reduce in; `None` for those of the parameters
     offload:bool=False # Whether parameters are in the CPU's memory while they do not compute

@@ -21,6 +21,7 @@ __all__ = ['unsharded_params', 'choose_units', 'unit_params', 'check_units', 'Mo
 # %% ../../nbs/601_shard.wrap_policy.ipynb #43fa1f67
 import re,torch
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from torch import nn
@@ -240,7 +241,7 @@ def _recomputed_forward(unit, own, *args, **kwargs):
 
 def recompute(
     units:list # From `choose_units`
-)->callable: # Puts everything back
+)->Callable: # Puts everything back
     "Compute the activations of `recomputed(units)` again in the backward pass"
     overrides = Overrides()
     for m in recomputed(units): overrides.override(m, forward=partial(_recomputed_forward, m, vars(m).get('forward')))
@@ -256,7 +257,7 @@ def compile_units(
     model:torch.nn.Module, # Of which `units` are parts
     units:list, # From `choose_units`
     plugin # A `TorchDynamoPlugin`
-)->callable: # Puts everything back
+)->Callable: # Puts everything back
     "Compile the forward passes of those of `units` that have none inside, or of `model` where there are none, as `plugin` says, in training"
     if plugin.backend==DynamoBackend.NO: return noop
     overrides,how = Overrides(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())

@@ -230,7 +230,7 @@ class Change:
     "How the content of an object differs from that of before; `None` for what does not"
     def __init__(self,
         was:Content, now:Content, # Of the object, before and after
-        same:callable # Whether two parts are the same
+        same:Callable # Whether two parts are the same
     ):
         self.attributes = _mapped(was.attributes, now.attributes, same)
         self.entries = None if None in (was.entries,now.entries) else _mapped(was.entries, now.entries, same)

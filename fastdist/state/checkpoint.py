@@ -78,7 +78,7 @@ class Writer:
         return self.result
 
     def start(self,
-        f:callable # Called without arguments
+        f:Callable # Called without arguments
     ):
         "Call `f` in a thread; raise `RuntimeError` if one runs, and the error of the one before"
         if self.busy: raise RuntimeError('A state is still being written. HINT: ask busy, or call wait() first')
@@ -203,7 +203,7 @@ class StateWriter:
 class StopSignals:
     "Context in which `SIGTERM` and `SIGUSR1` are only recorded, in `asked`; without effect outside of the main thread"
     def __init__(self,
-        failed:callable=noop # Return whether an error ends the training already, for which a launcher signals ranks that are left
+        failed:Callable=noop # Return whether an error ends the training already, for which a launcher signals ranks that are left
     ):
         self.failed = failed
         self.asked = None # number of the first signal
@@ -281,7 +281,7 @@ class CheckpointedFit:
             self.requests.begin()
 
     def run(self,
-        do:callable # Runs the fit with its events
+        do:Callable # Runs the fit with its events
     ):
         "Call `do` and write the state of the end of the fit; where the fit was cut off, let it go on"
         fit = self.fit
@@ -295,7 +295,7 @@ class CheckpointedFit:
             if signum: self._stop(signum)
 
     def epoch(self,
-        run:callable # Runs an epoch with its events
+        run:Callable # Runs an epoch with its events
     ):
         "Call `run` unless the epoch was done, then do what was put off to its end"
         fit,learn,found = self.fit,self.learn,self.fit.found
@@ -315,8 +315,8 @@ class CheckpointedFit:
         for row in rows: self.learn.logger(L(row))
 
     def batches(self,
-        f:callable # Goes over `learn.dl`
-    )->callable:
+        f:Callable # Goes over `learn.dl`
+    )->Callable:
         "Return `f`, from the batch on at which the state was made"
         learn,fit = self.learn,self.fit
         if fit.found and fit.size==1 and is_loader(learn.dl): self.share = learn.dl = StepDL(learn.dl, 0, 1)
@@ -423,8 +423,8 @@ class Checkpoint(OverridingCallback):
         elif self.now.stepped: self.now.boundary()
 
     def around(self,
-        run:callable, # Runs a fit with its events
-        final:callable # fastai's clean-up after a fit
+        run:Callable, # Runs a fit with its events
+        final:Callable # fastai's clean-up after a fit
     ):
         "Call `run` unless the fit is done; where it was cut off, let it go on"
         with ExitStack() as stack:
@@ -440,7 +440,7 @@ class Checkpoint(OverridingCallback):
             self.now.run(run)
 
     def suspended(self,
-        run:callable # Runs a fit that a callback makes within this one
+        run:Callable # Runs a fit that a callback makes within this one
     ):
         "Call `run` without states"
         now,self.now = self.now,None

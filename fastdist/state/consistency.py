@@ -96,7 +96,7 @@ def object_facts(
     o, # A module, a loss, a transform, a function; nothing of it is called
     deep:int=3, # How far to follow what it calls
     modules:bool=True, # Whether modules are followed
-    text:callable=plain_text # Returns text for a plain value, `None` for others
+    text:Callable=plain_text # Returns text for a plain value, `None` for others
 )->dict: # Name of an argument -> text; '' -> its class, or its name
     "Return the class of `o`, and the plain values with which it was made, and what it calls"
     res = {'':name_of(o)}

@@ -70,7 +70,7 @@ def write_shards(
 def await_shards(
     folder, # That ranks write to
     n:int, # Number of ranks
-    lost:callable=lambda: False, # Returns whether a rank has ended
+    lost:Callable=lambda: False, # Returns whether a rank has ended
     patience:float=60. # Seconds in which nothing grows there
 )->dict: # File -> its record, for `state.json`
     "Wait until all ranks have written their rows, and remove their notes; raise `OSError` where one has failed, has ended or is not seen to write"
@@ -115,7 +115,7 @@ def fill(
 # %% ../../nbs/407_state.dcp.ipynb #deb8dc5d
 def map_tensors(
     v, # Nested values
-    f:callable # Called with each tensor, and each `Stored`
+    f:Callable # Called with each tensor, and each `Stored`
 ): # Of the same form
     "Return `v` with the results of `f` in the place of its tensors and of what stands for them"
     return map_leaves(v, lambda o: f(o) if isinstance(o, (Tensor,Stored)) else o)

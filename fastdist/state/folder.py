@@ -57,7 +57,7 @@ def _is_plain(file):
 
 # %% ../../nbs/406_state.folder.ipynb #85667174
 def write_whole(
-    put:callable, # Called with a binary file, which it writes to
+    put:Callable, # Called with a binary file, which it writes to
     file # Path; an open file is written to as it is
 ):
     "Replace `file` by what `put` writes, in one step, as soon as all of it is on the disk"
@@ -141,7 +141,7 @@ class State:
     def __repr__(self): return f'State({str(self.path)!r})'
 
     def read(self,
-        fill:callable=None # Called with the value and the folder where ranks in shards have written tensors, which are `Stored` otherwise
+        fill:Callable=None # Called with the value and the folder where ranks in shards have written tensors, which are `Stored` otherwise
     ): # As it was packed; tensors are on the CPU, mapped from the files
         "Return the value that was written; raise `ValueError` for files that fastdist does not write"
         try:
@@ -189,7 +189,7 @@ class States:
         self._skip(path, 'state.json was changed after it was written')
 
     def find(self,
-        test:callable # Called with the `about` of a state
+        test:Callable # Called with the `about` of a state
     )->State: # `None` if there is none
         "Return the newest state that is complete and whose `about` passes `test`; warn once of each that is not complete, raise `ResumeError` for one in another format"
         for path in self._paths().values():
@@ -213,7 +213,7 @@ class States:
         pinned:bool=False, # Whether it stays beside the newest, as the end of a fit does
         packed:bool=False, # Whether `v` comes from `pack`
         into:str=None, # Name for the folder while it is written, which other ranks write to as well; from `temporary`
-        more:callable=None # Called with that folder when `v` is in it; returns name -> record of files that others have written there
+        more:Callable=None # Called with that folder when `v` is in it; returns name -> record of files that others have written there
     )->State:
         "Write a state and remove old ones; raise `OSError`, with `path` in it, where the disk does not take it"
         if Path(label).name!=label: raise ValueError(f'You set label={label!r}, which is no name of a folder')

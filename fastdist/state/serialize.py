@@ -218,7 +218,7 @@ def can_pack(
 # %% ../../nbs/405_state.serialize.ipynb #106b31d7
 def from_json(
     tree, # From `pack`
-    read:callable # Returns the tensor of a name
+    read:Callable # Returns the tensor of a name
 ): # As it was packed
     "Return the value of which `tree` was made; raise `KeyError` for a type that is not in the table"
     if type(tree) is list: return [from_json(o, read) for o in tree]

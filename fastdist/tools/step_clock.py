@@ -32,7 +32,7 @@ from ..train import step as train_step
 # %% ../../nbs/802_tools.step_clock.ipynb #762cc7c6
 def events_of(
     device:torch.device # Where a model computes
-)->callable: # Returns a new event with times; `None` for the CPU, which works at once
+)->Callable: # Returns a new event with times; `None` for the CPU, which works at once
     "Return what makes events of `device`"
     if device is not None and device.type!='cpu': return partial(torch.Event, device, enable_timing=True)
 
@@ -46,7 +46,7 @@ class Clock:
     "Marks of a rank's last `size` batches and of its validations in an epoch"
     def __init__(self,
         size:int, # Batches
-        event:callable=None # As from `events_of`
+        event:Callable=None # As from `events_of`
     ):
         self.size,self.event = size,event
         self.restart()
@@ -88,7 +88,7 @@ class Clock:
         if not self.level: self._put(self.part)
 
     def exchanging(self,
-        f:callable, # Waits for other ranks
+        f:Callable, # Waits for other ranks
         *args, # Of `f`
         **kwargs # Of `f`
     ): # What `f` returns
@@ -98,7 +98,7 @@ class Clock:
         finally: self.leave()
 
     def moving(self,
-        f:callable, # Moves a batch to the device
+        f:Callable, # Moves a batch to the device
         *args, # Of `f`
         **kwargs # Of `f`
     ): # What `f` returns

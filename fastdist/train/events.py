@@ -118,7 +118,7 @@ def call_of(
     cb:Callback, # On a Learner
     event_name:str, # Event
     training:bool # Whether the Learner trains at the event
-)->callable: # Called without arguments
+)->Callable: # Called without arguments
     "Return a function that does what `cb(event_name)` does"
     if isinstance(cb, JobCallback) and event_name in _job_events: return getattr(cb, event_name)
     has_training = 'training' in vars(cb) or hasattr(type(cb), 'training')
@@ -134,11 +134,11 @@ def call_of(
 
 # %% ../../nbs/701_train.events.ipynb #799932bc
 def run_events(
-    call:callable, # Called with the name of an event
-    f:callable, # What the events surround
+    call:Callable, # Called with the name of an event
+    f:Callable, # What the events surround
     event_type:str, # 'batch', 'backward', 'step' and so on
     ex:type, # Exception that cancels `f`
-    final:callable=noop # Called at the end
+    final:Callable=noop # Called at the end
 ):
     "Call `f` and the events around it, as fastai's `Learner._with_events` does"
     try:
@@ -242,8 +242,8 @@ class Rank0Calls:
         for m in learn.model.modules(): self.saved.callback(setattr, m, 'training', m.training)
 
     def evaluate(self,
-        run:callable, # Runs `f` with its events
-        f:callable, # As for fastai's `_with_events`
+        run:Callable, # Runs `f` with its events
+        f:Callable, # As for fastai's `_with_events`
         event_type:str, # Too
         *args # Too
     ):

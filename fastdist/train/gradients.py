@@ -256,7 +256,7 @@ class BackwardPasses:
         if not self.reduction.is_known: self.reduction.ask(self.learn if self.batch.part else None)
 
     def over_loss(self,
-        run:callable, # The backward pass, called as `run(t, g)`
+        run:Callable, # The backward pass, called as `run(t, g)`
         t:torch.Tensor, # Loss that it begins from
         g:torch.Tensor # Gradient there, or `None`
     ):
@@ -370,7 +370,7 @@ class OtherPasses:
     ): self.passes,self.phases,self.layout,self.learn = passes,passes.phases,passes.layout,passes.learn
 
     def run(self,
-        run:callable, # The backward pass, called as `run(t, g)`
+        run:Callable, # The backward pass, called as `run(t, g)`
         t, # Tensor that it begins from, or several
         g, # Gradients there, or `None`
         with_graph:bool # Whether gradients get a graph
@@ -531,7 +531,7 @@ class GlobalGradients(JobCallback):
         self.layout.norms.scale(1.)
 
     def run_batch(self,
-        run:callable # The Learner's batch, with its forward pass through the wrapper
+        run:Callable # The Learner's batch, with its forward pass through the wrapper
     ):
         "Run a batch of training"
         model,passes,norms = self.learn.model,self.passes,self.layout.norms
@@ -555,7 +555,7 @@ class GlobalGradients(JobCallback):
     def around(self,
         cb:Callback, # Of the Learner
         event:str # From 'before_batch' to 'before_backward'
-    )->callable: # `None` where `cb` is called as it is
+    )->Callable: # `None` where `cb` is called as it is
         "Return what calls `cb` before the backward pass of training: it scales what `cb` adds to the loss, and names what mixes samples"
         if event!='after_loss': return partial(self.terms.watch, cb, event)
         if adds_terms(cb): return partial(self._around_loss, cb)

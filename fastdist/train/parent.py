@@ -103,7 +103,7 @@ class Interruption:
 class RankCall:
     "Call of `fun` on a rank, which tells what has changed there"
     def __init__(self,
-        fun:callable, # Called with the number of the rank
+        fun:Callable, # Called with the number of the rank
         all_ranks:bool=False, # Whether each rank returns its result; by default rank 0 alone
         returns:bool=False # Whether ranks return what they have after Ctrl-C
     ): store_attr()
@@ -142,7 +142,7 @@ class CallsOnRanks:
         self.launcher,self.changes = None,None
 
     def __call__(self,
-        fun:callable, # As for `RankCall`
+        fun:Callable, # As for `RankCall`
         fork:bool, # Whether ranks are forks of this process
         all_ranks:bool=False, show_all:bool=False, returns:bool=False, # As for `start_ranks`
         pressed:list=None # As for `Launcher.run`

@@ -56,7 +56,7 @@ class Phases:
         learn:Learner, # In a job
         world:World, # This process's world
         split=False, # Whether a batch of the user's loader is split among ranks, instead of one for each
-        rank0_evaluates:callable=lambda: False, # Returns whether rank 0 evaluates on its own
+        rank0_evaluates:Callable=lambda: False, # Returns whether rank 0 evaluates on its own
         seeding=None # The `Seeding` of a job with a seed, in which one process goes over a share too
     ):
         store_attr()
@@ -162,7 +162,7 @@ class Phases:
         return self.current
 
     def go_over(self,
-        f:callable, # Goes over `learn.dl`
+        f:Callable, # Goes over `learn.dl`
         asked # Loader that the phase was started with
     ):
         "Call `f`; a loader that a callback has put into `learn.dl` is replaced by its share before"

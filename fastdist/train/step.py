@@ -34,7 +34,7 @@ _ints = torch.int8,torch.int16,torch.int32
 
 def plain_loss(
     f # A Learner's loss
-)->callable: # Called with predictions and targets
+)->Callable: # Called with predictions and targets
     "Return `f`, or, if it is one of fastai's that flatten, a function with its value and type that computes with plain tensors"
     if not isinstance(f, BaseLoss): return f
     methods = type(f).__call__,type(f)._contiguous,getattr(type(f.func), 'forward', None)

@@ -29,7 +29,6 @@ import math,os,sys
 from inspect import signature
 from warnings import warn
 from contextlib import ExitStack,contextmanager,nullcontext
-from accelerate import Accelerator as HFAccelerator
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -308,14 +307,14 @@ def _note_stop(job):
 class DistributedTrainer(WrapperCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _overridden,_stateattrs = ('_with_events','_call_one','lr_find'),('job','parts','entered')
-    @delegates(HFAccelerator, but=fastai_has_own)
+    @delegates(accelerate_options, but=fastai_has_own)
     def __init__(self,
-        sync_bn=True, # Whether batch norm counts the samples of all ranks
-        patience=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
-        desync_check=True, # Whether ranks compare what they hold when an epoch's training ends
-        shard=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
-        keep_sharded=False, # Whether the model stays in shards after the context
-        seed=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
+        sync_bn:bool=True, # Whether batch norm counts the samples of all ranks
+        patience:float=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
+        desync_check:bool=True, # Whether ranks compare what they hold when an epoch's training ends
+        shard:bool=False, # Whether each rank holds a part of the model, by torch's FSDP2; `fsdp_plugin` says more
+        keep_sharded:bool=False, # Whether the model stays in shards after the context
+        seed:int=None, # Makes each random number depend on it, the step and the sample alone, on any number of ranks
         **kwargs
     ):
         check_known(kwargs, DistributedTrainer)

@@ -2,10 +2,14 @@
 import csv,os,re,shutil,subprocess,sys,tarfile,zipfile
 from configparser import ConfigParser
 from email import message_from_string
+from inspect import getdoc,isfunction,signature
 from pathlib import Path
 import fastdist,pytest
 from fastcore.nbio import mk_cell,new_nb,write_nb
+from fastai.learner import Learner
+from fastcore.docments import docments
 from fastcore.test import test_eq
+from fastdist.launch.options import accelerate_defaults
 from fastdist.launch.world import newest_tried
 
 top = Path(__file__).parents[2]
@@ -99,3 +103,17 @@ def test_a_page_runs_again_where_anything_changed_that_it_may_use(tmp_path, monk
         write(o, 'one = 1')
         assert digest()!=was
         was = digest()
+
+def test_help_shows_what_each_parameter_means():
+    "Of each public name and its methods; where a comment explains a parameter, the docstring does"
+    of_learner = {k:o for k,o in vars(Learner).items() if getattr(o, '__module__', '').startswith('fastdist') and not k.startswith('_')}
+    public = {k:getattr(fastdist, k) for k in fastdist.__all__} | of_learner
+    assert {'distrib_ctx','lean','Accelerator'}<=set(public)
+    for k,o in public.items():
+        if not getattr(o, '__module__', '').startswith('fastdist'): continue
+        methods = [f for n,f in vars(o).items() if isfunction(f) and not n.startswith('_')] if isinstance(o, type) else []
+        own = isfunction(o.__init__ if isinstance(o, type) else o) # Python's own exceptions have no signature
+        for f in ([o] if own else [])+methods:
+            assert '<object object' not in f'{signature(f)}', f
+            missing = [p for p,doc in docments(f, returns=False).items() if doc and p not in accelerate_defaults and f'- `{p}`: {doc}' not in getdoc(f)]
+            assert not missing or missing==['self'], (f, missing)
