@@ -953,7 +953,7 @@ def _where():
 
 @check('one', secs=240)
 def distribute_after_the_device_was_used(at):
-    "Ranks of a head that has used the GPU; what they train comes home to it"
+    "Ranks of a head that has used the GPU; what they train returns to it"
     torch.ones(3, device=at.device).sum().item()
     n,kw = _as_many(at)
     setup = dict(compute_setup='gpu' if at.device.type=='cuda' else 'cpu')

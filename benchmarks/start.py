@@ -39,7 +39,7 @@ def timed(f):
     return time.perf_counter()-t
 
 def travel(mb):
-    "Seconds in which a model of `mb` MiB goes to two ranks that are there, and comes home; and what pickling it takes, once for each rank and once back"
+    "Seconds in which a model of `mb` MiB goes to two ranks that are there, and back; and what pickling it takes, once for each rank and once back"
     from fastdist import Accelerator
     model = torch.nn.Linear(1024, mb*256, bias=False)
     send = Accelerator(nprocs=2, compute_setup='cpu').distribute(lambda m: m)

@@ -63,7 +63,7 @@ class Writer:
         if e is None or e.filename in self.said: return
         self.said.add(e.filename)
         warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training goes on, and the states before stay. '
-            'HINT: make room there or use another path; this is said once, and each later state is tried again')
+            'HINT: free disk space there or use another path; this is said once, and each later state is tried again')
 
     def join(self):
         "Wait until the thread has ended"

@@ -144,7 +144,7 @@ class Phases:
         return iter(res)
 
     @contextmanager
-    def room(self):
+    def nested(self):
         "Return a context manager for a phase; on exit the phases that were opened in it are closed"
         depth = len(self.open)
         self.open.append(None)

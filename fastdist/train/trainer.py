@@ -276,7 +276,7 @@ def _together(parts, event_type):
 def _in_phase(parts, run, f, event_type, *args):
     "Run a pass over a loader, and compare what ranks hold at the end of training"
     train,attributes,cancelled = event_type=='train',parts.attributes,None
-    with parts.phases.room():
+    with parts.phases.nested():
         if train and parts.compares: attributes.begin()
         try: run(f, event_type, *args)
         except (CancelEpochException,CancelFitException) as e: cancelled = e # all ranks leave alike, and one of them may have decided by its own samples

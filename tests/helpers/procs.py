@@ -131,7 +131,7 @@ def attached(name, what, **vars):
     return out
 
 def ended_and_home(**vars):
-    "Check that other processes follow two detached jobs; that one is cancelled, and the other, which may have waited for its place, comes home when there is a file `go`"
+    "Check that other processes follow two detached jobs; that one is cancelled, and the other, which may have waited for its place, is done when there is a file `go`"
     follow = lambda o: await_that(lambda: 'begun' in attached(o, 'job.status, job.log()', **vars))
     follow('ended')
     assert attached('ended', 'job.cancel().status', **vars)=='cancelled\n'

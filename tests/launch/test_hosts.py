@@ -31,7 +31,7 @@ def rows(): return [(torch.tensor([i/50, i%7/7]), torch.tensor([i%5/5])) for i i
 class Rows(list): "A data set of the script's own"
 
 class Counts(Callback):
-    "A callback of the script's own, which comes home with what it has counted"
+    "A callback of the script's own, which returns with what it has counted"
     def __init__(self): self.n = 0
     def after_batch(self): self.n += 1
 

@@ -1,4 +1,4 @@
-"A Learner that a notebook sends to ranks comes home trained, though the kernel has used its threads before"
+"A Learner that a notebook sends to ranks returns trained, though the kernel has used its threads before"
 import pytest
 from fastcore.test import test_eq
 from procs import *

@@ -308,7 +308,7 @@ def test_nothing_is_left_on_recurrent_models(): on_ranks(lambda rank: cleaned(ra
 
 @pytest.mark.replicas # it says itself what is in shards
 def test_distributed_from_a_head(monkeypatch):
-    "A Learner of the head is in shards on the ranks, and comes home whole; in a function too"
+    "A Learner of the head is in shards on the ranks, and returns whole; in a function too"
     set_seed(4)
     plain = net_learner()
     set_seed(4)

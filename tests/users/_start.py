@@ -1,7 +1,7 @@
 """Start users' scripts on a terminal, and show what is on it in the end: `python tests/users/_start.py SCRIPT [N]`
 
 A person's terminal is a pty. Ranks are forked from a process that has imported what scripts import, but not fastdist, and stand there as torchrun would have started them:
-that costs a second, where launchers take many. What is still running when the script has ended is found, since orphans come home to who started it."""
+that costs a second, where launchers take many. What is still running when the script has ended is found, since orphans are handed to who started it."""
 import atexit,gc,multiprocessing,os,psutil,pty,random,re,resource,runpy,select,shutil,signal,struct,sys,tempfile,termios,threading,time,warnings
 import torch,torch.distributed.run,numpy as np
 from ctypes import CDLL
