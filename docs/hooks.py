@@ -96,7 +96,35 @@ def _target(link, uri):
     elif not at.startswith('nbs/images/'): at = at.removesuffix('.ipynb').removesuffix('.md')+'.html'
     return relpath(at.removeprefix('nbs/'), Path(uri).parent)+hash+anchor
 
+def _cards(soup, table):
+    "Put a card for each column in place of `table`, so that they stand below each other on a small screen"
+    rows = [o.find_all(['th','td']) for o in table.find_all('tr')]
+    cards = soup.new_tag('div', attrs={'class':'cards'})
+    for head,*cells in zip(*rows):
+        card = soup.new_tag('div')
+        for o in (head,*cells):
+            o.name = 'strong' if o is head else 'p'
+            card.append(o.extract())
+        cards.append(card)
+    table.replace_with(cards)
+
 _boosts = {'index.ipynb':8, 'tutorials/start*':8, 'tutorials/*':4, 'guides/*':4, 'reference/names*':.5, 'reference/*':2} # the first that matches
+
+typed = { # page -> what somebody types who needs it
+    'tutorials/start.ipynb': ['ctrl-c','progress bar','predict'],
+    'guides/launchers.ipynb': ['distrib_ctx','two gpus','multi gpu','ddp'],
+    'guides/slurm.ipynb': ['slurm','sbatch'],
+    'guides/hangs.ipynb': ['hang','stuck','deadlock','timeout'],
+    'guides/wrong.ipynb': ['nan','different results'],
+    'guides/slow.ipynb': ['slow','speed'],
+    'guides/memory.ipynb': ['out of memory','oom','gradient accumulation'],
+    'guides/batch_size.ipynb': ['batch size','learning rate'],
+    'guides/precision.ipynb': ['mixed precision','fp16','bf16','amp'],
+    'guides/trackers.ipynb': ['wandb','tensorboard','mlflow','csvlogger'],
+    'tutorials/seeds.ipynb': ['seed','reproducible'],
+    'tutorials/survive.ipynb': ['resume','checkpoint','save','export','preemption'],
+    'tutorials/shards.ipynb': ['shard','fsdp'],
+    'examples/kaggle_two_t4.md': ['kaggle','colab']}
 
 def boost(
     uri:str # Of a page's source: `guides/hangs.ipynb`
@@ -104,16 +132,30 @@ def boost(
     "Return how much search prefers a page: modules and scripts come after guides"
     return next((v for k,v in _boosts.items() if fnmatch(uri, k)), .25)
 
+def address(uri:str)->str: # Of a page's source
+    "Return the address of the page made from `uri`"
+    return uri.removesuffix('.ipynb').removesuffix('.md').replace('README', 'index')+'.html'
+
+def describe(
+    meta:dict, # Of a page
+    uri:str # Of its source
+):
+    "Put in `meta` what the search reads of it: the factor of a match, and words that its readers type"
+    meta.setdefault('search', {})['boost'] = boost(uri)
+    if uri in typed: meta['tags'] = typed[uri]
+
 def on_page_content(html, page, config, files):
-    "Return the page of a notebook without what its boxes, scripts and styles would add"
+    "Return the page of a notebook without what its boxes, scripts and styles would add; tables of reasons and visitors on the first page are cards"
     uri = page.file.src_uri
-    page.meta.setdefault('search', {})['boost'] = boost(uri)
+    describe(page.meta, uri)
     if not uri.endswith('.ipynb'): return html
     soup,codes = pages.tidy(html)
     for o in soup.find_all(['a','img']):
         k = 'href' if o.name=='a' else 'src'
         if o.get(k) and not o[k].startswith('data:'): o[k] = _target(o[k], uri)
     pages.link_symbols(soup, uri)
+    if uri=='index.ipynb':
+        for o in soup.find_all('table')[:2]: _cards(soup, o)
     page.toc = _toc(soup)
     if soup.h1: page.title = soup.h1.get_text().rstrip('¶')
     return pages.whole(soup, codes)

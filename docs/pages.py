@@ -55,13 +55,18 @@ def _failures(
     errs = re.findall(r'^\w+ in (\S+\.ipynb):\n=+\n(.*?)(?=\n\n\n|\Z)', said, re.M|re.S)
     return ['\n'.join([f'{path}:', *tb.splitlines()[-lines:]]) for path,tb in errs]
 
-def _directives(cell): return set(re.findall(r'^#\|\s*(\w+)', cell.source, re.M))
+def _directives(cell): return set(re.findall(r'^#\|\s*([\w-]+)', cell.source, re.M))
+
+def _of_run(out):
+    "Return whether `out` is what `nbdev-test` prints in a rank that it has forked and that is interrupted"
+    return out.get('name')=='stderr' and '=== nbdev-test interrupted' in ''.join(out['text'])
 
 def _cleaned(cell):
-    "Return `cell` without directives and what a progress bar wrote over, with `echo: false` without its code; `None` where a reader does not see it"
+    "Return `cell` without directives and what a progress bar wrote over, with `echo: false` without its code, with `code-fold` marked; `None` where a reader does not see it"
     if _directives(cell)&{'hide','default_exp'}: return
     silent = 'echo' in _directives(cell)
-    cell.metadata = {} # of times, which nbformat refuses
+    cell.metadata = dict(tags=['folded']) if 'code-fold' in _directives(cell) else {} # without times, which nbformat refuses
+    if 'outputs' in cell: cell.outputs = [o for o in cell.outputs if not _of_run(o)]
     for o in cell.get('outputs', []):
         if 'text' in o: o['text'] = re.sub(r'[^\n]*\r', '', ''.join(o['text']))
     cell.source = '' if silent else re.sub(r'^#\|.*\n?', '', cell.source, flags=re.M).strip()
@@ -107,11 +112,24 @@ def _output(o):
     "Return one output of a cell without the notebook's boxes"
     return f'<div class="output">{o.decode_contents().strip()}</div>'
 
+_setup = '<details><summary>Setup of this page</summary>'
+
 def _cell(cell):
     "Return prose, or code and its outputs"
     if md := cell.select_one('.jp-MarkdownOutput'): return md.decode_contents()
-    code = cell.select_one('code-cell')
-    return (str(code) if code else '')+''.join(map(_output, cell.select('.jp-OutputArea-output')))
+    code = str(cell.select_one('code-cell') or '')
+    if 'celltag_folded' in cell['class']: code = f'{_setup}{code}</details>'
+    return code+''.join(map(_output, cell.select('.jp-OutputArea-output')))
+
+def _table(table):
+    "Leave out of a table of pandas the numbers of its rows, and `NaN`; the name of the index goes to its column"
+    head,rows = table.thead.find_all('tr'),table.tbody.find_all('tr')
+    for o in table.find_all('td', string='NaN'): o.string = ''
+    if len(head)==2:
+        head[0].th.string = head[1].th.get_text()
+        head[1].decompose()
+    elif [o.th.get_text() for o in rows if o.th]==[str(i) for i in range(len(rows))]:
+        for o in (*head,*rows): o.th.decompose()
 
 def tidy(
     body:str # HTML of mkdocs-jupyter, half a megabyte of styles and scripts before it
@@ -121,7 +139,9 @@ def tidy(
     codes = [_input(m) for m in _coloured.finditer(body)]
     number = iter(range(len(codes)))
     soup = BeautifulSoup(_coloured.sub(lambda m: f'<div><code-cell>{next(number)}</code-cell>', body), 'html.parser')
-    soup = BeautifulSoup('\n'.join(_cell(o) for o in soup.select('.jp-Cell[id]')), 'html.parser')
+    cells = '\n'.join(_cell(o) for o in soup.select('.jp-Cell[id]')).replace(f'</details>\n{_setup}', '')
+    soup = BeautifulSoup(cells, 'html.parser')
+    for o in soup.select('table.dataframe'): _table(o)
     for o in soup.select('.output img'): o['alt'] = 'Drawn by the code above'
     for o in soup.select('a.anchor-link'): o['class'],o.string = 'headerlink','¶'
     for o in soup.select('.highlight > pre:not(:has(code))'):
