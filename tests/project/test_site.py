@@ -3,12 +3,15 @@ import ast,builtins,re,sys
 from importlib import import_module
 from pathlib import Path
 import pytest
+from bs4 import BeautifulSoup
+from fastcore.basics import AttrDict
 from fastcore.nbio import read_nb
 from procs import executed
+from site_search import found
 
 sys.path.append(str(Path(__file__).parents[2]/'docs'))
 import pages
-from hooks import boost
+from hooks import boost,typed
 from links import problems
 from names import modules
 
@@ -38,6 +41,23 @@ def test_canonical_links_are_the_site_itself(tmp_path):
     assert site(tmp_path, body, url='http://127.0.0.1:8765/')==['<link> loads http://127.0.0.1:9000/x.css']
 
 def test_a_directive_that_shows(tmp_path): assert site(tmp_path, '<pre><code><span class="c1">\n<span>#| export</span>\n</code></pre>')==['a directive shows: <span>#| export</span>']
+
+def test_a_table_of_figures_has_no_row_numbers_and_no_nan():
+    html = '<table class="dataframe"><thead><tr><th></th><th>ms</th></tr></thead><tbody><tr><th>0</th><td>NaN</td></tr><tr><th>1</th><td>2</td></tr></tbody></table>'
+    table = BeautifulSoup(html, 'html.parser').table
+    pages._table(table)
+    assert [[c.get_text() for c in row.find_all(['th','td'])] for row in table.find_all('tr')]==[['ms'],[''],['2']]
+
+def test_a_table_with_a_named_index_keeps_it():
+    html = '<table><thead><tr><th></th><th>ms</th></tr><tr><th>rank</th><th></th></tr></thead><tbody><tr><th>0</th><td>3</td></tr></tbody></table>'
+    table = BeautifulSoup(html, 'html.parser').table
+    pages._table(table)
+    assert [o.get_text() for o in table.find_all('tr')]==['rankms','03']
+
+def test_what_a_rank_that_is_interrupted_prints_is_on_no_page():
+    kept,gone = dict(output_type='stream', name='stdout', text='a'),dict(output_type='stream', name='stderr', text='\n=== nbdev-test interrupted: x ===\n')
+    cell = AttrDict(cell_type='code', source='f()', metadata={}, outputs=[kept,gone])
+    assert pages._cleaned(cell).outputs==[kept]
 
 def test_a_page_whose_build_was_broken_off_runs_again(tmp_path, monkeypatch):
     page = tmp_path/'guides/hangs.ipynb'
@@ -99,6 +119,20 @@ def test_the_title_of_a_module_is_its_name():
 def test_search_prefers_guides_to_modules_and_scripts():
     start,guide,tutorial,words,names,module,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_launch.md','006_launch.world.ipynb','examples/digits.py.md'))
     assert start>guide==tutorial>words>names>module==script
+
+right = { # What somebody types, and the page that it is about
+    'ctrl-c':'tutorials/start', 'progress bar':'tutorials/start', 'predict':'tutorials/start', 'distrib_ctx':'guides/launchers', 'two gpus':'guides/launchers',
+    'slurm':'guides/slurm', 'kaggle':'examples/kaggle_two_t4', 'hang':'guides/hangs', 'nan':'guides/wrong', 'different results':'guides/wrong', 'slow':'guides/slow',
+    'out of memory':'guides/memory', 'gradient accumulation':'guides/memory', 'seed':'tutorials/seeds', 'resume':'tutorials/survive', 'checkpoint':'tutorials/survive',
+    'export':'tutorials/survive'}
+
+def test_search_finds_the_right_page_first():
+    first = {k:(v or ['nothing'])[0] for k,v in found(list(right)).items()}
+    assert first=={k:f'{v}.html' for k,v in right.items()}
+
+def test_a_word_is_typed_for_one_page():
+    words = [o for v in typed.values() for o in v]
+    assert len(set(words))==len(words)
 
 @pytest.mark.whole
 @pytest.mark.launcher
