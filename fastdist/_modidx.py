@@ -1844,6 +1844,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/launch/options.py'),
                                          'fastdist.launch.options.check_options': ( 'launch.options.html#check_options',
                                                                                     'fastdist/launch/options.py'),
+                                         'fastdist.launch.options.delegating': ( 'launch.options.html#delegating',
+                                                                                 'fastdist/launch/options.py'),
                                          'fastdist.launch.options.forget_state': ( 'launch.options.html#forget_state',
                                                                                    'fastdist/launch/options.py'),
                                          'fastdist.launch.options.group_options': ( 'launch.options.html#group_options',

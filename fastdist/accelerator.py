@@ -118,7 +118,7 @@ class TrainedPair(tuple):
 class Accelerator(RankAccelerator):
     "Starts ranks, and is each rank's `accelerate.Accelerator`; `kwargs` are for that"
     _strict = True
-    @delegates(accelerate_options)
+    @delegating(accelerate_options)
     def __init__(self,
         nprocs:int=1, # Number of ranks that `distribute` starts
         compute_setup:str='auto', # 'auto' for GPUs if there are any, 'gpu', or 'cpu'

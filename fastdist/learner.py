@@ -112,7 +112,7 @@ def reraised(
 
 # %% ../nbs/900_learner.ipynb #e09d256c
 @patch
-@delegates(accelerate_options, but=fastai_has_own)
+@delegating(accelerate_options, but=fastai_has_own)
 def to_distributed(self:Learner,
     sync_bn:bool=True, # Whether batch norm counts the samples of all ranks
     patience:float=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
@@ -151,7 +151,7 @@ def detach_distributed(self:Learner)->Learner: # Itself
 
 @patch
 @contextmanager
-@delegates(accelerate_options, but=fastai_has_own)
+@delegating(accelerate_options, but=fastai_has_own)
 def distrib_ctx(self:Learner,
     sync_bn:bool=True, # Whether batch norm counts the samples of all ranks
     in_notebook:bool=False, # Without effect, as in fastai's signature; the launcher is recognised

@@ -153,7 +153,7 @@ class RankAccelerator(JobDescription):
     "`accelerate.Accelerator` of this process, made with `options` when it is first needed"
     _strict = True # a user's subclass may have attributes of its own
     _running = [] # Accelerators whose function this process runs, the innermost last
-    @delegates(JobDescription)
+    @delegating(JobDescription)
     def __init__(self,
         nprocs:int=1, # Number of ranks that the parent process starts
         **kwargs

@@ -307,7 +307,7 @@ def _note_stop(job):
 class DistributedTrainer(WrapperCallback):
     "Train on this rank's share of the loaders, with gradients and metrics of all ranks of the job"
     _overridden,_stateattrs = ('_with_events','_call_one','lr_find'),('job','parts','entered')
-    @delegates(accelerate_options, but=fastai_has_own)
+    @delegating(accelerate_options, but=fastai_has_own)
     def __init__(self,
         sync_bn:bool=True, # Whether batch norm counts the samples of all ranks
         patience:float=None, # Seconds without progress, or of waiting for a rank that does not come, after which it is an error; ten minutes by default, or the process group's timeout where that was set
