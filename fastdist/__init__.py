@@ -99,8 +99,12 @@ Modules:
 - `fastdist.train.step`: A batch through the Learner, with plain tensors between the loader and the loss
 - `fastdist.train.trainer`: The callback that lets a Learner train on N ranks as it would in one process"""
 
-import accelerate,warnings
+import warnings
 from types import ModuleType
+with warnings.catch_warnings(): # of what these packages use, which is nobody's to change who imports this one
+    warnings.filterwarnings('ignore', '`torch.jit.script`', FutureWarning)
+    warnings.filterwarnings('ignore', 'IProgress not found')
+    import accelerate,fastai.basics
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastai.torch_core import num_distrib, rank_distrib
 from .base.errors import DesyncError, OptionError, Preempted, RankError, ResumeError, ReturnError, SeedError, VersionError, WorldError

@@ -117,3 +117,7 @@ def test_help_shows_what_each_parameter_means():
             assert '<object object' not in f'{signature(f)}', f
             missing = [p for p,doc in docments(f, returns=False).items() if doc and p not in accelerate_defaults and f'- `{p}`: {doc}' not in getdoc(f)]
             assert not missing or missing==['self'], (f, missing)
+
+def test_importing_it_warns_of_nothing():
+    p = subprocess.run([sys.executable, '-c', 'from fastdist import *'], capture_output=True, text=True, check=True)
+    assert not p.stderr, p.stderr
