@@ -444,6 +444,27 @@ def test_ctrl_c(tmp_path, moment):
         learn.fit(1)
     test_eq((len(learn.cbs),len(learn.recorder.values)), (n_cbs,1))
 
+def test_ctrl_c_in_a_validation_that_takes_long(tmp_path):
+    "It ends at once, and the Learner has what was trained until then"
+    learn,path = learner(),tmp_path/'began'
+    before = flatten([*learn.model.parameters()])
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        with interrupted(path): learn.fit(2, cbs=Stuck(path, 'valid'))
+        assert flatten([*learn.model.parameters()])!=before
+        test_eq(len(learn.recorder.losses), learn.train_iter)
+        learn.fit(1)
+    test_eq(len(learn.recorder.values), 1)
+
+def test_ctrl_c_between_calls():
+    "It is the script's, as anywhere else in it"
+    learn,before = learner(),children()
+    with pytest.raises(KeyboardInterrupt), learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        learn.fit(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(20)
+    test_eq((children(),len(learn.recorder.values)), (before,1))
+    learn.fit(1)
+
 def test_ctrl_c_twice(tmp_path):
     "The second one ends ranks in the middle of a step that takes long"
     learn,path = learner(),tmp_path/'began'
@@ -452,8 +473,9 @@ def test_ctrl_c_twice(tmp_path):
         learn.fit(1)
 
 class Stuck(Callback):
-    def __init__(self, path): self.path = path
+    def __init__(self, path, split='train'): self.path,self.training_too = path,split=='train'
     def after_pred(self):
+        if self.training!=self.training_too: return
         self.path.touch()
         time.sleep(60)
 
