@@ -124,7 +124,7 @@ right = { # What somebody types, and the page that it is about
     'ctrl-c':'tutorials/start', 'progress bar':'tutorials/start', 'predict':'tutorials/start', 'distrib_ctx':'guides/launchers', 'two gpus':'guides/launchers',
     'slurm':'guides/slurm', 'kaggle':'examples/kaggle_two_t4', 'hang':'guides/hangs', 'nan':'guides/wrong', 'different results':'guides/wrong', 'slow':'guides/slow',
     'out of memory':'guides/memory', 'gradient accumulation':'guides/memory', 'seed':'tutorials/seeds', 'resume':'tutorials/survive', 'checkpoint':'tutorials/survive',
-    'export':'tutorials/survive', 'batch size':'guides/batch_size'}
+    'export':'tutorials/survive', 'batch size':'guides/batch_size', 'mixed precision':'guides/precision', 'wandb':'guides/trackers'}
 
 def test_search_finds_the_right_page_first():
     first = {k:(v or ['nothing'])[0] for k,v in found(list(right)).items()}
