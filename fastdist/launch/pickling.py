@@ -12,10 +12,10 @@ found by the same paths by which a person would look for it: a database that can
 
 # %% auto #0
 __all__ = ['made_in', 'of_library', 'globals_used', 'references', 'found', 'CodePickler', 'with_paths', 'write', 'read', 'ByName',
-           'dumps', 'torch_settings', 'patches', 'ScriptNames', 'Script']
+           'dumps', 'torch_settings', 'warning_filters', 'set_warning_filters', 'patches', 'ScriptNames', 'Script']
 
 # %% ../../nbs/008_launch.pickling.ipynb #4f4954ac
-import cloudpickle,copyreg,linecache,os,pickle,sys,torch
+import cloudpickle,copyreg,linecache,os,pickle,sys,torch,warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -273,6 +273,21 @@ def torch_settings()->dict: # Name, as in torch's functions `get_` and `set_` ->
         with suppress(RuntimeError): res[k] = getattr(torch, f'get_{k}')()
     return res
 
+# %% ../../nbs/008_launch.pickling.ipynb #a1e8f98f
+def warning_filters()->list: # Of action, pattern of the message, module and name of the category, pattern of the module, line
+    "Return this process's filters of warnings, as values that another process reads"
+    def pattern(o): return getattr(o, 'pattern', o) or ''
+    return [(action, pattern(msg), cat.__module__, cat.__name__, pattern(mod), line) for action,msg,cat,mod,line in warnings.filters]
+
+def set_warning_filters(
+    filters:list # As from `warning_filters`; those whose category is not imported here are left out
+):
+    "Let this process filter warnings as another one does"
+    warnings.resetwarnings()
+    for action,msg,where,name,mod,line in filters:
+        cat = getattr(sys.modules.get(where), name, None)
+        if cat: warnings.filterwarnings(action, msg, cat, mod, line, append=True)
+
 # %% ../../nbs/008_launch.pickling.ipynb #649f3ea8
 _inner = {property:'fget', **dict.fromkeys((classmethod,staticmethod,MethodType), '__func__'), **dict.fromkeys((cached_property,partial,partialmethod), 'func'),
     private('fastcore.basics:_clsmethod'):'f', _lru_cache_wrapper:'__wrapped__'} # what surrounds a function -> where it has it
@@ -329,12 +344,12 @@ class ScriptNames:
 
 # %% ../../nbs/008_launch.pickling.ipynb #6000d2a3
 class Script:
-    "Description of the parent process's script or notebook: path, arguments, start method, torch's settings, and what of it is pickled (`found`)"
+    "Description of the parent process's script or notebook: path, arguments, start method, torch's settings, filters of warnings, and what of it is pickled (`found`)"
     def __init__(self):
         main = sys.modules['__main__']
         self.found,self.start,self.args = ScriptNames(),get_start_method(allow_none=True),list(sys.argv)
         self.path,self.module = getattr(main, '__file__', None),getattr(getattr(main, '__spec__', None), 'name', None)
-        self.torch,self.patches,self.imports = torch_settings(),{},[]
+        self.torch,self.filters,self.patches,self.imports = torch_settings(),warning_filters(),{},[]
         for *at,by in patches():
             if by=='__main__': self.patches[tuple(at)] = vars(_owner(*at[:2]))[at[2]]
             elif by not in self.imports: self.imports.append(by)
@@ -357,7 +372,7 @@ class Script:
             write((o, self), path, Pickler, part or ('', o))
 
     def install(self):
-        "Set names and path of the script in this process's `__main__`, what it has put on libraries, its arguments, its start method and torch's settings"
+        "Set names and path of the script in this process's `__main__`, what it has put on libraries, its arguments, its start method, filters of warnings and torch's settings"
         main = sys.modules['__main__']
         sys.argv[:] = self.args
         self.found.install()
@@ -366,6 +381,7 @@ class Script:
         for k in self.imports: _import(k)
         for (*at,k),v in self.patches.items(): setattr(_owner(*at), k, v)
         set_start_method(self.start, force=True)
+        set_warning_filters(self.filters)
         here = torch_settings()
         for k,v in self.torch.items():
             if here.get(k)!=v: getattr(torch, f'set_{k}')(v) # to set even the default marks it as set
