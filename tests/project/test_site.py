@@ -83,6 +83,15 @@ def test_examples_of_a_page_fit_beside_its_lists(path):
     wide = [o for code in _code(path)+_scripts(path) for o in code.splitlines() if len(o)>88]
     assert not wide, '\n'.join(wide)
 
+def _links(path):
+    "Return the files that the prose of a notebook links to; links of `index.ipynb` are the README's, from the top of the repository"
+    at = pages.root if path.name=='index.ipynb' else path.parent
+    found = [o for c in visible(path) if c.cell_type=='markdown' for o in re.findall(r'\]\(([^)#\s]+)', c.source)]
+    return [at/o for o in found if '://' not in o and not o.startswith(('mailto:','attachment:'))]
+
+@pytest.mark.parametrize('path', shown, ids=lambda o: o.stem)
+def test_a_page_links_to_files_that_exist(path): assert not [o for o in _links(path) if not o.exists()]
+
 def _given(name):
     "Return the names that `from name import *` gives"
     mod = import_module(name)
