@@ -50,7 +50,8 @@ from ..data.loader import *
 from .replicas import *
 
 # %% ../../nbs/417_state.changes.ipynb #7846ce8b
-_values = int,float,complex,bool,str,bytes,type(None),PurePath,torch.Size,torch.dtype,torch.device # they never change
+_values = (int,float,complex,bool,str,bytes,type(None),PurePath,np.number,np.bool_,np.character,np.datetime64,
+    torch.Size,torch.dtype,torch.device) # they never change
 
 def _is_of(o, kinds): return issubclass(type(o), kinds) # `isinstance` asks `o` itself, which may warn
 
@@ -210,8 +211,8 @@ def reachable(
             if id(o) in opaque or _is_of(o, _opaque) or _is_weak(o): continue
             if not data and _is_of(o, (DataLoader,TorchLoader)):
                 ds = vars(o).get('dataset')
-                opaque[id(ds)] = ds
-                if id(ds) in looked: return reachable(*roots, but=opaque.values())
+                for v in (ds, *(ds if _is_of(ds, (list,tuple)) else ())): opaque[id(v)] = v # the script may have the samples of a list by another name too
+                if not opaque.keys().isdisjoint(looked): return reachable(*roots, but=opaque.values())
             looked[id(o)],parts = o,_parts(o)
             add = todo.append if len(parts)>1000 else todo.appendleft # a data set perhaps, whose loader is found before
             add(parts)
