@@ -165,6 +165,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastdist/base/tracebacks.py'),
                                           'fastdist.base.tracebacks.show_once': ( 'base.tracebacks.html#show_once',
                                                                                   'fastdist/base/tracebacks.py'),
+                                          'fastdist.base.tracebacks.stack_text': ( 'base.tracebacks.html#stack_text',
+                                                                                   'fastdist/base/tracebacks.py'),
                                           'fastdist.base.tracebacks.this_frame': ( 'base.tracebacks.html#this_frame',
                                                                                    'fastdist/base/tracebacks.py'),
                                           'fastdist.base.tracebacks.traceback_text': ( 'base.tracebacks.html#traceback_text',

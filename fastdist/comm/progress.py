@@ -17,7 +17,7 @@ Who is to be named is decided by a function of the reports and the time, without
 __all__ = ['died', 'unresponsive', 'Progress', 'Judge']
 
 # %% ../../nbs/102_comm.progress.ipynb #d2e512d4
-import sys,threading,time,traceback
+import sys,threading,time
 from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import chain
@@ -70,7 +70,7 @@ class Progress:
             res['secs'] = now-max(self.waits_since, self.moved)
         res['secs'] = max(0., min(res['secs'], now-self.resumed))
         idle,waits = now-self.moved,is_waiting(frame)
-        stack = ''.join(traceback.format_stack(frame)) if idle>patience and not waits else None
+        stack = stack_text(frame) if idle>patience and not waits else None
         return res|dict(where=self.where()+in_callback(frame), pos=self.position(), fits=self.fits, idle=idle, waits=waits, stack=stack)
 
 def _between(): return 'between two fits'

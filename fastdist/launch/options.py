@@ -222,6 +222,7 @@ def check_known(
     hidden = {'self','in_notebook',*(k for k,o in option_table.items() if o.learner and o.loop)}
     known = [k for k in there if k not in hidden]
     for k in set(options)-set(there):
+        if k in fastai_has_own: raise TypeError(f'{of.__name__} has no option {k!r}: {option_table[k].learner}')
         near = get_close_matches(k.lower(), known, 1)
         if _synonyms.get(k) in known: near = [_synonyms[k]]
         hint = f'Did you mean {near[0]!r}?' if near else f'It has {", ".join(known)}'
