@@ -89,7 +89,7 @@ class JobState:
         gone:bool=False # Whether its process is gone
     ):
         "Let all ranks receive an error, unless there is one in this generation"
-        for gen in (self.generation,self.generation+1) if gone else (self.generation,): # ranks may have resumed, or not yet
+        for gen in (self.generation,self.generation+1) if gone else (self.generation,): # a process that is gone is missing in the next one too, which ranks may have begun
             msg = json.dumps([rank,text,gone])
             if client.compare_set(f'failed/{gen}', '', msg)!=msg.encode(): continue
             for r in range(self.size): self.send(client, r, 'failed', gen)

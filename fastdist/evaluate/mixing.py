@@ -169,14 +169,14 @@ def _floats(o):
     return [t if t.dtype in wide or t.is_complex() else t.float() for t in ts]
 
 def _parts_differ(o, run, part, total):
-    "Return whether `run`, called with `Copies` of `o` and a batch, makes something else of a few of `total` samples than of two parts of them, put together; `None` where it draws or cannot be run"
+    "Run a few of `total` samples whole and in two parts by `run`, which takes `Copies` of `o` and a batch; return whether the parts, joined, differ from the whole, `None` where it draws or cannot be run"
     n = min(total, _most)
     c = n//3
     if total<4: return
-    rows = (slice(0,c),1.),(slice(c,n),1.3),(slice(0,n),1+.3*(n-c)/n) # with a factor of losses, so that that of a batch is the mean of those of its parts
+    pieces = (slice(0,c),1.),(slice(c,n),1.3),(slice(0,n),1+.3*(n-c)/n) # rows and factor of losses, of which that of the whole is the mean of those of its parts
     def found(copies):
         before = _random_state()
-        a,b,whole = [_floats(run(copies, part(*o))) for o in rows]
+        a,b,whole = [_floats(run(copies, part(*piece))) for piece in pieces]
         if _random_state()!=before or not len(a)==len(b)==len(whole): return
         return any(mixes(x, y, w, c, n) for x,y,w in zip(a, b, whole))
     return probed(o, found)

@@ -115,13 +115,13 @@ def divide(
         first_name = names.setdefault(p, n)
         if n in model: model[n] = Stored(f'model.{first_name}')
     opt = {f'opt.state.{n}.{k}':o for (_,n,k),o in opt_shards(learn.opt, names).items()}
-    held = {f'model.{n}':(p,p) for p,n in names.items()} | opt
+    in_shards_of = {f'model.{n}':(p,p) for p,n in names.items()} | opt # name -> tensor, and the parameter that it lies like
     for p,n in names.items():
-        if left and p.grad is not None: grads[n],held[f'grad.{n}'] = Stored(f'grad.{n}'),(p.grad,p)
-    shards = {k:(p,_copy(v)) for k,(v,p) in held.items() if _writes(p)}
-    shards |= {_of_rank(rank, names[p]):(g,_copy(g)) for p,g in unsynced.items()}
-    own = {names[p]:[Stored(_of_rank(r, names[p])) for r in range(dist.get_world_size())] for p in unsynced}
-    return state|dict(model=model, opt=_names_for(state['opt'], opt), left=grads, unsynced=own),shards
+        if left and p.grad is not None: grads[n],in_shards_of[f'grad.{n}'] = Stored(f'grad.{n}'),(p.grad,p)
+    written = {k:(p,_copy(v)) for k,(v,p) in in_shards_of.items() if _writes(p)}
+    written |= {_of_rank(rank, names[p]):(g,_copy(g)) for p,g in unsynced.items()}
+    of_ranks = {names[p]:[Stored(_of_rank(r, names[p])) for r in range(dist.get_world_size())] for p in unsynced}
+    return state|dict(model=model, opt=_names_for(state['opt'], opt), left=grads, unsynced=of_ranks),written
 
 # %% ../../nbs/605_shard.files.ipynb #a7338270
 class _Rejoin:
