@@ -26,6 +26,7 @@ from dataclasses import fields,is_dataclass,replace
 from difflib import get_close_matches
 from enum import Enum
 from inspect import Signature,isfunction,signature,unwrap
+from itertools import chain
 from types import FunctionType
 from typing import TypeVar
 from warnings import catch_warnings,filterwarnings
@@ -252,9 +253,9 @@ def add_docments(
     o # A function, or a class, whose methods are meant too
 ):
     "Add to the docstring of `o` what comments say of its parameters"
-    if isinstance(o, type):
-        for k,f in vars(o).items():
-            if isfunction(f) and not k.startswith('_'): add_docments(f)
+    classes = [c for c in getattr(o, '__mro__', ()) if c.__module__.partition('.')[0]==o.__module__.partition('.')[0]] # inherited methods too
+    for k,f in chain(*(vars(c).items() for c in classes)):
+        if isfunction(f) and not k.startswith('_'): add_docments(f)
     with suppress(OSError): # where there is no source
         lines = _documented(o)
         if lines and o.__doc__ and lines[0] not in o.__doc__: o.__doc__ += '\n\n' + '\n'.join(lines)

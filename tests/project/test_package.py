@@ -111,7 +111,8 @@ def test_help_shows_what_each_parameter_means():
     assert {'distrib_ctx','lean','Accelerator'}<=set(public)
     for k,o in public.items():
         if not getattr(o, '__module__', '').startswith('fastdist'): continue
-        methods = [f for n,f in vars(o).items() if isfunction(f) and not n.startswith('_')] if isinstance(o, type) else []
+        names = [n for n in dir(o) if not n.startswith('_')] if isinstance(o, type) else []
+        methods = [f for n in names if isfunction(f := getattr(o, n)) and f.__module__.startswith('fastdist')]
         own = isfunction(o.__init__ if isinstance(o, type) else o) # Python's own exceptions have no signature
         for f in ([o] if own else [])+methods:
             assert '<object object' not in f'{signature(f)}', f
