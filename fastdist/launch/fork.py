@@ -282,6 +282,7 @@ def be_rank(
         with forked_workers(): res = fun(rank)
         write((res, cpu_random()), d/f'result{rank}', ByName, ('What your function returned', res))
     except BaseException as e:
+        signal.signal(signal.SIGINT, signal.SIG_IGN) # by which the parent process ends ranks after another's error
         write(Failure(rank, e), d/f'unfinished{rank}')
         (d/f'unfinished{rank}').replace(d/f'failure{rank}') # others may look while this rank writes
         raise SystemExit(0 if isinstance(e, Preempted) else 1)
