@@ -273,7 +273,7 @@ class ParentContext:
             try: received,res = self.calls(call, fork, returns=True, pressed=pressed)
             except (KeyboardInterrupt,Preempted): raise _interrupt() from None
             except BaseException as e:
-                if pressed and str(e).endswith('KeyboardInterrupt'): raise _interrupt() from None # by which a rank has ended an evaluation
+                if pressed and (name!='fit' or str(e).endswith('KeyboardInterrupt')): raise _interrupt() from None # by an error a rank has ended an evaluation
                 raise e.with_traceback(None)
         if received or pressed: raise _interrupt()
         return res
