@@ -24,7 +24,7 @@ def error(job, who):
             time.sleep(60)
         except ValueError as e: job.fail(e)
         except RankError: pass
-    return timed(fails),timed(job.renew)
+    return timed(fails),timed(job.restart)
 
 def whole(job, size, at):
     res = dict(start=time.monotonic()-at, vote=vote(job), error=error(job, {size-1}), errors=error(job, range(size)))

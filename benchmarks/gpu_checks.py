@@ -14,7 +14,7 @@ from fastai.optimizer import RAdam,QHAdam,Larc,Lamb,ranger
 from fastdist import *
 from fastdist.base.overrides import changed_env
 from fastdist.comm.collectives import gather_objs
-from fastdist.comm.rng import kept_random
+from fastdist.comm.rng import preserved_random
 from fastdist.launch.group import Membership
 from fastdist.tools.checks import _off as off
 from fastdist.tools.timeline import shown_parts
@@ -685,14 +685,14 @@ def fsdp2_on_and_off(at):
 
 @check('group')
 def abort_and_renew(at):
-    "`cut` ends a process group, and `renew` makes another"
+    "`abort` ends a process group, and `restart` makes another"
     with at.group() as member:
         t = torch.ones(1000, device=at.device)
         dist.all_reduce(t)
         at.wait()
         start = time.monotonic()
-        member.cut()
-        member.renew()
+        member.abort()
+        member.restart()
         dist.all_reduce(t)
         at.wait()
         assert t.sum().item()==1000
@@ -803,9 +803,9 @@ def pinned_and_placed(at):
 
 @check('one')
 def random_state_of_the_device(at):
-    "`kept_random` restores it"
+    "`preserved_random` restores it"
     torch.rand(1, device=at.device)
-    with kept_random(): a = torch.rand(5, device=at.device)
+    with preserved_random(): a = torch.rand(5, device=at.device)
     assert torch.equal(a, torch.rand(5, device=at.device))
     return 'to the bit'
 

@@ -53,7 +53,7 @@ class Report:
         world:World # This process's world
     ): self.world,self.ok,self.doing,self.joined = world,True,'joining',False
 
-    def say(self,
+    def print(self,
         *lines # Of text, or findings
     ):
         "Print `lines` on rank 0"
@@ -63,7 +63,7 @@ class Report:
         doing:str # In words
     ):
         "Remember what is done next, for the message of a rank that stands still"
-        if current_job(): current_job().progress.beat += 1
+        if current_job(): current_job().progress.n_events += 1
         self.doing = doing
 
     def add(self,
@@ -71,7 +71,7 @@ class Report:
     ):
         "Print `finding`; one that has failed makes `ok` false"
         self.ok = self.ok and finding.ok
-        self.say(finding)
+        self.print(finding)
 
     def failure(self,
         e:Exception # Raised on this rank
@@ -154,7 +154,7 @@ def check_job(
     "Return whether all is well with the job of this process, while rank 0 prints what is found"
     w = this_world()
     rep = Report(w)
-    rep.say(f'fastdist {own_version()}, torch {torch.__version__}, Python {sys.version.split()[0]}', '')
+    rep.print(f'fastdist {own_version()}, torch {torch.__version__}, Python {sys.version.split()[0]}', '')
     with rep.explained(), _in_full():
         learn = make(8, 24*w.size+5)
         with _in_job(rep, learn, timeout, shard): return _all_checks(rep, learn, nprocs, make, shard)
@@ -163,10 +163,10 @@ def check_job(
 def _all_checks(rep, learn, nprocs, make, shard=False):
     "Check the places of ranks, and the rest where these are good"
     places = gather_objs(rank_place(rep.world))
-    rep.say(place_table(places), '')
+    rep.print(place_table(places), '')
     rep.add(check_world(places, missing_ranks(len(places), nprocs)))
     if rep.ok: _check_fit(rep, learn, make, shard)
-    rep.say('', 'All is well.' if rep.ok else 'Something is wrong, see the hints.')
+    rep.print('', 'All is well.' if rep.ok else 'Something is wrong, see the hints.')
     return broadcast_obj(rep.ok) # a rank that ended earlier could end rank 0 before that has printed
 
 # %% ../nbs/903_check.ipynb #a0d1f002

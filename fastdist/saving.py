@@ -68,13 +68,13 @@ def _write_on_rank0(learn, file, put, where):
     _check_whole(learn)
     named,name = isinstance(file, (str,Path)),file
     def write():
-        write_whole(put, where(file))
+        write_atomically(put, where(file))
         if named: return _modified(where(file))
     layout = _layout(learn)
     if layout:
-        with layout.files.whole(learn): written,name = rank0_named(write, str(file) if named else type(file).__name__)
+        with layout.files.full_state(learn): written,name = rank0_named(write, str(file) if named else type(file).__name__)
         if named and written: _write_here(layout, put, partial(where, name), written)
-    elif named and _has_ranks(learn): rank0_noted(write, where(file).name, os.path.abspath(where(file)))
+    elif named and _has_ranks(learn): rank0_recorded(write, where(file).name, os.path.abspath(where(file)))
     elif not rank_distrib(): write()
     return name if named else file
 
@@ -86,7 +86,7 @@ def _write_here(layout, put, where, written):
         file = where()
         if int(_modified(file) or 0)>=int(written): return
         if layout.gathers: raise OSError('it has a part of the model')
-        with overridden(fastai.learner, rank_distrib=lambda: 0): write_whole(put, file)
+        with overridden(fastai.learner, rank_distrib=lambda: 0): write_atomically(put, file)
         os.utime(file, ns=(int(written),)*2)
     except Exception as e: # rank 0 has the file, and training goes on
         warn(f'rank {this_world().rank} on {this_world().node_name} does not see {file}, which rank 0 wrote, and cannot write its own ({e}), so it cannot load it. '
@@ -138,7 +138,7 @@ def _without_prefix(names): return {k.removeprefix('module').removeprefix('.'):v
 
 def _unwrap_names(model, state, *_):
     "Remove the wrapper's prefix from the names of `state`, if more of them then are names of `model`"
-    with held_state(): own = model.state_dict().keys()
+    with local_state(): own = model.state_dict().keys()
     if len(own & _without_prefix(state).keys())<=len(own & state.keys()): return
     for d in (state,getattr(state, '_metadata', {})):
         bare = _without_prefix(d)
@@ -165,7 +165,7 @@ def _await_written(file):
     if not isinstance(file, (str,Path)): return
     file = Path(file)
     there = await_rank0(f'reading {file.name}', _modified(file))
-    try: written = await_noted(os.path.abspath(file))
+    try: written = await_recorded(os.path.abspath(file))
     except DistError: # rank 0, which served the store, has ended
         if file.exists() and os.path.getmtime(file)>=_began: return
         raise RankError(0, f'it ended before it wrote {file}. HINT: call `save` and `export` on all ranks, or read the file on rank 0 alone') from None
@@ -192,7 +192,7 @@ def _reads(f):
 # %% ../nbs/901_saving.ipynb #e4d8fbfb
 def _load_in_order(model, wgts):
     "Load `wgts` into `model` in the order in which they come, as fastai's `load_ignore_keys`; through `load_state_dict`, which knows shards"
-    with held_state(): state = model.state_dict()
+    with local_state(): state = model.state_dict()
     return model.load_state_dict(state | dict(zip(state, wgts.values())))
 
 def _barrier_outside_jobs():

@@ -254,7 +254,7 @@ class CollateDraws:
         res,now = self.f(items),numbers_state()
         if now==was: return res
         self.tried = True
-        with kept_random(),without_modes():
+        with preserved_random(),without_modes():
             random.setstate(before[0])
             np.random.set_state(before[1])
             self.f(items[:len(items)//2])

@@ -15,7 +15,7 @@ A `Job` is *running*, has *failed* or was *left*:
 | `open` | all ranks are there |
 | `agree(name, value)` | the largest value of all ranks, by `add` to a key; a vote takes about half a millisecond |
 | `fail(e)` | all other ranks raise `e`, with the number and the traceback of this one |
-| `renew` | all ranks resume, in the next generation |
+| `restart` | all ranks resume, in the next generation |
 | `leave` | this rank needs nobody any more |
 
 A rank that dies reports nothing. If it is rank 0, the connections to its store break; any other is missed when its reports do not come, and the system says that its process is gone."""
@@ -262,7 +262,7 @@ class Watchdog:
             owner,self.interruptions = group_owner(),self.interruptions+1
             if owner: owner.overtaken = owner.overtaken or owner.runs_ahead
             self.interrupt.send()
-            if owner and self.interruptions==2: owner.cut()
+            if owner and self.interruptions==2: owner.abort()
             self.state.news.notify_all()
 
     def _end_if_deaf(self, now):
@@ -327,7 +327,7 @@ class Farewell:
             if listener.is_alive() and not self.state.offline: self.state.send(self.store, self.state.rank, 'end')
         listener.join()
 
-    def say(self)->bool:
+    def report(self)->bool:
         "Say that this rank has left, when none of its threads needs the store any more; return whether no other rank needs this one. Rank 0 waits for those that leave now, and does not after an error, which it may have to show first"
         state,store = self.state,self.store
         gone = {state.failures.gone.rank} if state.failures.gone else set()
@@ -504,7 +504,7 @@ class Job:
             with suppress(DistError):
                 if self.shared.has_left(self.store.main): return
 
-    def renew(self):
+    def restart(self):
         "Resume with all ranks after an error: begin a new generation, unless a process is gone"
         with self.shared.news: # no interruption is under way then
             self.failures.begin()
@@ -522,7 +522,7 @@ class Job:
         self.shared.leaving = True
         _live.discard(self)
         if watchdog: self._end(watchdog)
-        needless = not self.threads or self.farewell.say()
+        needless = not self.threads or self.farewell.report()
         self.interrupt.signal.uninstall()
         if self.watchdog: self.watchdog.close()
         if self.store: self.store.close(serve=not needless)

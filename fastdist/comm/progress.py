@@ -31,7 +31,7 @@ class Progress:
     def __init__(self,
         exchanges:Exchanges # Of this process
     ):
-        self.exchanges,self.ident,self.beat,self.seen = exchanges,threading.get_ident(),0,0 # `beat` grows with each event of a fit
+        self.exchanges,self.ident,self.n_events,self.seen = exchanges,threading.get_ident(),0,0 # `n_events` grows with each event of a fit
         self.where,self.position,self.fits = _between,noop,0 # as for `watch`; how many of them are open
         self.moved,self.waits_since,self.resumed = time.monotonic(),None,0. # `resumed`: when this process went on after a suspension
 
@@ -54,7 +54,7 @@ class Progress:
     ):
         "Note whether the main thread has moved"
         if gap: self.resumed,self.moved = now,min(now, self.moved+gap)
-        if self.beat!=self.seen: self.seen,self.moved = self.beat,now
+        if self.n_events!=self.seen: self.seen,self.moved = self.n_events,now
 
     def report(self,
         now:float, # `time.monotonic()`
@@ -85,7 +85,7 @@ class Judge:
         is_there:Callable=lambda rank: True # Returns whether the process of a rank exists; asked for one that is silent
     ):
         self.size,self.patience,self.tick,self.is_there = size,patience,tick,is_there
-        self.heard = {} # rank -> number of its last report, and when that came
+        self.reports = {} # rank -> number of its last report, and when that came
         self.notice,self.suspects = 30.,{} # seconds after which a wait is printed; ranks that seemed to be out of sync in the last look
 
     def __call__(self,
@@ -103,9 +103,9 @@ class Judge:
         return self._stuck(here) or self._out_of_sync(here, len(reports))
 
     def _silent(self, r, nth, now, gap):
-        before,since = self.heard.get(r, (None,now))
+        before,since = self.reports.get(r, (None,now))
         since = now if nth!=before else since+gap
-        self.heard[r],silent = (nth,since),now-since
+        self.reports[r],silent = (nth,since),now-since
         if silent>1.5*self.tick and not self.is_there(r): return r,died,True
         if silent>self.patience+5: return r,unresponsive.format(silent),True
 

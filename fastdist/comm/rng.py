@@ -15,8 +15,8 @@ A script without a seed begins with another state on each rank. So each rank tak
 
 # %% auto #0
 __all__ = ['GeneratorKind', 'generator_kinds', 'global_random', 'set_global_random', 'generator_kind', 'loader_and_samplers',
-           'loader_generators', 'loader_random', 'set_loader_random', 'rank0_random', 'own_random', 'RandomStream',
-           'drawn_alike', 'kept_random', 'has_seed', 'unseeded', 'start_alike']
+           'loader_generators', 'loader_random', 'set_loader_random', 'rank0_random', 'rank_random', 'RandomStream',
+           'drawn_alike', 'preserved_random', 'has_seed', 'unseeded', 'start_alike']
 
 # %% ../../nbs/107_comm.rng.ipynb #d7dfc66f
 import random,torch,zlib,numpy as np
@@ -110,7 +110,7 @@ def rank0_random(
     finally: set_global_random(mine)
 
 # %% ../../nbs/107_comm.rng.ipynb #45dab534
-def _part_ways(rank):
+def _diverge(rank):
     seed = zlib.crc32(torch.get_rng_state().numpy(), rank)
     random.seed(seed)
     np.random.seed(seed)
@@ -118,12 +118,12 @@ def _part_ways(rank):
     of.manual_seed(seed)
 
 @contextmanager
-def own_random(
+def rank_random(
     rank:int # This rank
 ):
     "Set a random stream of its own on each rank inside this context, on rank 0 that of one process; after it all ranks have rank 0's state"
     before = global_random()
-    if rank: _part_ways(rank)
+    if rank: _diverge(rank)
     try: yield
     except BaseException:
         set_global_random(before)
@@ -162,14 +162,14 @@ def drawn_alike(
     "Yield the items of `it`, computed with the same random state on all ranks; between items each rank has its own state"
     here = get_worker_info() is None
     with rank0_random(dl) if here else nullcontext(): o,stream = next(it, it),RandomStream(_seed_of(_get_cpu()))
-    if rank and not here: _part_ways(rank)
+    if rank and not here: _diverge(rank)
     while o is not it:
         yield o
         with stream: o = next(it, it)
 
 # %% ../../nbs/107_comm.rng.ipynb #1f45949d
 @contextmanager
-def kept_random(
+def preserved_random(
     *dls # Loaders whose own random state is preserved too
 ):
     "Restore the random state after this context"

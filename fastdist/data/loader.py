@@ -67,7 +67,7 @@ class DistributedDL(TfmdDL):
         bs,drop_last = batching(self.dl)
         seeded = self.seeding is not None
         ranks = Division(self.rank, self.world_size, self.slicing, self.slicing and self.world_size==1 and not seeded, seeded, self._splits)
-        ways = own_ways(self.dl, ranks.single)
+        ways = custom_methods(self.dl, ranks.single)
         if ways: return GlobalBatches(self.dl, StreamPartition(replace(ranks, slicing=True), n_samples(self.dl), bs, drop_last), ways)
         return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, bs, drop_last)
 
@@ -111,7 +111,7 @@ class DistributedDL(TfmdDL):
     def __iter__(self):
         self.follow()
         p,self._next = self._next,Pass()
-        p.joint,p.broadcast = self._joins(),None if is_own(self, '_broadcast', DistributedDL) else self._broadcast
+        p.joint,p.broadcast = self._joins(),None if not_overridden(self, '_broadcast', DistributedDL) else self._broadcast
         return self._over(p)
 
     def _over(self, p):
@@ -214,7 +214,7 @@ class DistributedDL(TfmdDL):
         "Return `b` detached, gathered and without padding"
         b = self._to_detach(b, cpu, gather)
         p = self._pass
-        return apply(partial(_cut, *p.partition.padding(p.done-1)), b) if gather and p.done else b
+        return apply(partial(_without_padding, *p.partition.padding(p.done-1)), b) if gather and p.done else b
 
 # %% ../../nbs/206_data.loader.ipynb #14a86000
 def _of_dl(k, *default):
@@ -233,7 +233,7 @@ def _of_all(x):
     if not isinstance(x, torch.Tensor): return x
     return torch.cat(gather_rows(x)) if x.ndim else torch.cat(gather_rows(x[None])).mean()
 
-def _cut(rows, padding, x):
+def _without_padding(rows, padding, x):
     "Return tensor `x` without its last `padding` of `rows` rows"
     if not padding or not isinstance(x, torch.Tensor) or not x.ndim or len(x)%rows: return x
     return x[:len(x)-len(x)//rows*padding]

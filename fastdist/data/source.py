@@ -20,7 +20,7 @@ draws the same random numbers on all ranks, and ranks compare the first sample t
 
 # %% auto #0
 __all__ = ['rebatched', 'batches_of', 'FastaiSource', 'skipped', 'batch_tensors', 'rows_match', 'n_rows', 'slice_rows',
-           'other_rows', 'grows_with', 'Reader', 'Indexed', 'Stream', 'counted', 'own_ways', 'GlobalBatches',
+           'other_rows', 'grows_with', 'Reader', 'Indexed', 'Stream', 'counted', 'custom_methods', 'GlobalBatches',
            'fastai_source']
 
 # %% ../../nbs/204_data.source.ipynb #e0512c1c
@@ -103,7 +103,7 @@ class FastaiSource:
     def open(self, p, idxs):
         "Return an iterator over this rank's batches of `idxs`, with data workers seeded and started"
         o,self.idxs,self.fake_l.d,self.first,self.joint = self.maker,idxs,self,p.skip,p.joint
-        if p.seeds: self.seeds = p.seeds.within('data', own=own_generators(o.dataset, o.after_item, o.before_batch))
+        if p.seeds: self.seeds = p.seeds.within('data', own=user_generators(o.dataset, o.after_item, o.before_batch))
         it = open_batches(self.fake_l)
         if not p.past: p.begin()
         return it
@@ -213,7 +213,7 @@ def grows_with(
     "Return whether a batch has the rows of all its items, from trials with the items twice and in two parts"
     ts,res,in_turn = batch_tensors(b),False,False
     halves = [items[:1],items[1:]] if len(items)>1 else []
-    with kept_random(): twice,*parts = [_try(make, o) for o in (items*2, *halves)]
+    with preserved_random(): twice,*parts = [_try(make, o) for o in (items*2, *halves)]
     if twice is None or len(twice)!=len(ts): return False,None
     if any(o is None or len(o)!=len(ts) for o in parts): parts = []
     for t,double,*of_parts in zip(ts, twice, *parts):
@@ -313,7 +313,7 @@ class Indexed(FastaiSource):
         p.partition = self.partition.of(idxs)
         if p.seeds: self.places = p.partition.positions(ranks.rank)[done:]
         self.reader.begin(p.partition, idxs)
-        return (idxs if ranks.single else p.partition.own(idxs))[done:]
+        return (idxs if ranks.single else p.partition.local(idxs))[done:]
 
     def sample(self):
         "Yield the batches of `idxs` that belong to this data worker; with a seed, with their places"
@@ -420,7 +420,7 @@ def _compare_streams(first):
 # %% ../../nbs/204_data.source.ipynb #3c07a243
 def _is_torchs(f): return getattr(getattr(f, 'fget', f), '__globals__', None) is vars(dataloader)
 
-def own_ways(
+def custom_methods(
     dl, # fastai or torch `DataLoader`
     single:bool=False # Whether one process has all its batches
 )->list:
@@ -438,7 +438,7 @@ class GlobalBatches:
     def __init__(self,
         dl, # fastai or torch `DataLoader`
         partition:StreamPartition, # Counts the rows of global batches as they come
-        ways=() # From `own_ways`
+        ways=() # From `custom_methods`
     ):
         self.dl = self.loader = dl
         self.partition,self.ways,self.sequence = partition,ways,type(dl).__name__

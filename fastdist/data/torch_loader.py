@@ -79,7 +79,7 @@ class PlacedData:
     "Data set of torch's loader, for `Placed` numbers of samples"
     def __init__(self,
         dataset # The user's
-    ): self.dataset,self.own = dataset,own_generators(dataset)
+    ): self.dataset,self.own = dataset,user_generators(dataset)
     def __len__(self): return len(self.dataset)
     def __getitem__(self, b): return self.__getitems__(b)[0]
     def __getitems__(self, b):
@@ -184,7 +184,7 @@ class TorchIndexed(TorchSource):
         "Return this rank's part of the order"
         idxs = p.order(partial(self._order, p), self.dl)
         p.partition = self.partition.of(idxs)
-        return p.partition.own(idxs)[p.skip*p.partition.each:]
+        return p.partition.local(idxs)[p.skip*p.partition.each:]
 
     def open(self, p, idxs):
         "Return an iterator over this rank's batches, with data workers seeded and started"
@@ -203,7 +203,7 @@ class From:
         batch:int=0, # Number of its first batches to leave out
         then:Callable=noop, # Called once, without arguments
         ahead:int=0, # Number of batches that are asked for before the first has come
-        note:Callable=noop # Called with all that `by` gives
+        record:Callable=noop # Called with all that `by` gives
     ): store_attr()
     def __len__(self): return len(self.by)
     def __iter__(self):
@@ -215,7 +215,7 @@ class From:
                 del then
             o = next(it, self)
             if o is self: return
-            self.note(o)
+            self.record(o)
             if i>=0: yield o
 
 # %% ../../nbs/205_data.torch_loader.ipynb #9cf54e10
@@ -244,9 +244,9 @@ class TorchAsIs(TorchSource):
     def open(self, p, idxs):
         "Return an iterator over the batches of the user's loader itself"
         dl,name = self.dl,'sampler' if self.dl.batch_sampler is None else 'batch_sampler'
-        ahead,note = dl.num_workers*(dl.prefetch_factor or 0),p.partition.note if isinstance(p.partition, BatchPartition) else noop
+        ahead,record = dl.num_workers*(dl.prefetch_factor or 0),p.partition.record if isinstance(p.partition, BatchPartition) else noop
         with ExitStack() as stack:
-            by = From(getattr(dl, name), p.at, lambda: (stack.close(),p.begin()), ahead, note)
+            by = From(getattr(dl, name), p.at, lambda: (stack.close(),p.begin()), ahead, record)
             stack.enter_context(_ordered_by(dl, name, by, p.alive))
             it = watched_workers(partial(iter, dl))
             first = list(islice(it, 1))
@@ -302,7 +302,7 @@ class TorchStream(TorchSource):
     def draw(self, p):
         "Set in which pass workers read"
         by,ds = self.loader.collate_fn,self.dl.dataset
-        by.joint,by.own,by.k,by.seeds = p.joint,None,0,p.seeds and p.seeds.within('data', own=own_generators(ds))
+        by.joint,by.own,by.k,by.seeds = p.joint,None,0,p.seeds and p.seeds.within('data', own=user_generators(ds))
         self.loader.worker_init_fn.seeds = by.seeds
         p.draw(partial(self._seed, p), self.dl)
 

@@ -190,13 +190,13 @@ class Reduction:
 
     def forget(self):
         "Forget what is known of losses: an error has ended ranks at different places, and they ask together"
-        self.losses,self._key,self._last = {},None,None # `losses`: id of a loss `f` -> whether it is `known`, `how` it reduces, its `kind`, number of `calls` of `ask`
-        self.noted = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
+        self.losses,self._key,self._last = {},None,None # `losses`: id of a loss `f` -> whether it is `known`, `how` it reduces, its `kind`, number of `calls` of `determine`
+        self.recorded = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
 
-    def note(self)->bool: # As `is_known`
+    def record(self)->bool: # As `is_known`
         "Note the Learner's loss function, which has just computed the loss of a batch: callbacks may put back another one at any event after it"
         f = self.learn.loss_func
-        key,self.noted = (f,getattr(f, 'reduction', None)),True
+        key,self.recorded = (f,getattr(f, 'reduction', None)),True
         if self._key!=key:
             if id(f) not in self.losses: self.losses[id(f)] = SimpleNamespace(f=f, known=not is_opaque(f), how=None, calls=0)
             self._key,self._last = key,self.losses[id(f)]
@@ -211,7 +211,7 @@ class Reduction:
     @property
     def last(self):
         "What is known of the loss that was noted last, else of the Learner's"
-        if not self.noted: self.note()
+        if not self.recorded: self.record()
         return self._last
 
     @property
@@ -229,7 +229,7 @@ class Reduction:
         "Whether that loss is a sum, and whether its mean has a normaliser"
         return self.last.kind
 
-    def ask(self,
+    def determine(self,
         here # The Learner with this rank's batch, `None` if it has none
     ):
         "Determine the reduction of the loss, unless it is known; all ranks call it at the same place"
@@ -239,7 +239,7 @@ class Reduction:
         if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
         if here is not None and len(here.yb): mine = here.pred,here.yb
         found = {*gather_objs(mine and loss_reduction(o.f, *mine))}-{None}
-        if not found: found = {self._ask_together(o.f, gather_objs(mine))}-{None}
+        if not found: found = {self._determine_together(o.f, gather_objs(mine))}-{None}
         if not found: return
         differ = 'unknown' if 'unknown' in found else 'other'
         o.known,o.how = True,found.pop() if len(found)==1 else differ
@@ -251,7 +251,7 @@ class Reduction:
         if o.how=='unknown' and not stated(o.f):
             self.unsettled.add('your loss does not say how it reduces, and is taken for a mean over samples')
 
-    def _ask_together(self, f, parts):
+    def _determine_together(self, f, parts):
         "Return what a batch of the samples of all ranks shows"
         parts = to_device([p for p in parts if p], self.world.device)
         if not parts: return

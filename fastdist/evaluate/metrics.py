@@ -260,7 +260,7 @@ def is_mean(
         found = {how_reduced(copies, (pred,*yb), n, 1e-5)}
         size = sum(o.numel() for o in L(pred) if isinstance(o, torch.Tensor))
         m = max(n, 32) if size*32/n<2**22 else n
-        more = cut((pred,tuple(yb)), n, torch.arange(m)%n)
+        more = take_samples((pred,tuple(yb)), n, torch.arange(m)%n)
         for how in ({}, dict(ignore=True), dict(preds=True)):
             with suppress(Exception): # it cannot take such a batch
                 p,y = _mixed(*more, **how)

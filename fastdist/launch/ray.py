@@ -109,8 +109,8 @@ class AgentActor:
         path = [*path, *filter(None, [os.environ.get('PYTHONPATH')])]
         env = os.environ|dict(PYTHONPATH=os.pathsep.join(path))|env
         self.p = Popen([sys.executable,'-c',code], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True)
-        self.said = deque(maxlen=20)
-        self.reader = Thread(target=lambda: self.said.extend(self.p.stderr), daemon=True)
+        self.errors = deque(maxlen=20)
+        self.reader = Thread(target=lambda: self.errors.extend(self.p.stderr), daemon=True)
         self.reader.start()
 
     def read(self)->bytes:
@@ -128,7 +128,7 @@ class AgentActor:
         "Wait for the end of the process, and return its exit code and the end of its stderr"
         code = self.p.wait(5)
         self.reader.join(1)
-        return f'`{sys.executable}` ended with exit code {code}: {b"".join(self.said).decode(errors="replace").strip()[-2000:]}'
+        return f'`{sys.executable}` ended with exit code {code}: {b"".join(self.errors).decode(errors="replace").strip()[-2000:]}'
 
     def end(self):
         "Kill the process; its ranks end with it"
@@ -152,9 +152,9 @@ class RayChannel(Streams):
     "Channel to the agent that `actor` runs on the node with the id `node`; `ray` is the package, connected"
     def __init__(self, ray, actor, node:str=''):
         self.ray,self.actor,self.node,self.lost = ray,actor,node,''
-        super().__init__(iter(partial(self._ask, 'read'), b''), partial(self._ask, 'write'))
+        super().__init__(iter(partial(self._call, 'read'), b''), partial(self._call, 'write'))
 
-    def _ask(self, name, *args):
+    def _call(self, name, *args):
         "Call a method of the actor; record what Ray says of one that is lost, and return nothing"
         try: return self.ray.get(getattr(self.actor, name).remote(*args))
         except self.ray.exceptions.RayError as e: self.lost = self.lost or str(e)
@@ -162,7 +162,7 @@ class RayChannel(Streams):
 
     def why(self)->str:
         "Return what Ray says of a lost actor and its node, else how its agent ended"
-        text = '' if self.lost else self._ask('why')
+        text = '' if self.lost else self._call('why')
         if not self.lost: return f"the agent {text}. HINT: the Python of Ray's workers must have fastdist installed as here"
         node = first(o for o in self.ray.nodes() if o['NodeID']==self.node)
         if not node or node['Alive']: return self.lost

@@ -76,11 +76,11 @@ class RunFolder:
         for i in range(n):
             for k in ('at','in','out','end'): append_to(self.d/f'{i}.{k}')
 
-    def say(self, name:str, text:str):
+    def write(self, name:str, text:str):
         "Add a line to a file"
         append_to(self.d/name, f'{text}\n'.encode())
 
-    def said(self, name:str)->str:
+    def read(self, name:str)->str:
         "Return what is in a file, '' where that is no full line"
         text = _read(self.d/name).decode(errors='replace')
         return text.strip() if text.endswith('\n') else ''
@@ -106,7 +106,7 @@ def pass_on_signals(
     "Let the ranks of `agent` get the signals that SLURM sends this task; call it on the main thread"
     signals,pid,own = stop_signals(os.environ),os.getpid(),(signal.SIGTERM,signal.SIGUSR1)
     def asked(signum, frame):
-        files.say('asked', signal.Signals(signum).name)
+        files.write('asked', signal.Signals(signum).name)
         agent.signal(signum if signum==signal.SIGTERM else signal.SIGUSR1)
     def in_rank():
         if os.getppid()!=pid: return # a data worker, whose rank has set what it needs
@@ -143,15 +143,15 @@ def be_task(
     from submitit import JobEnvironment
     i,files = JobEnvironment().global_rank,RunFolder(base, int(os.environ.get('SLURM_RESTART_COUNT', 0)))
     files.make(i+1)
-    files.say(f'{i}.at', os.environ.get('SLURMD_NODENAME') or socket.gethostname())
+    files.write(f'{i}.at', os.environ.get('SLURMD_NODENAME') or socket.gethostname())
     try:
         end_imports()
         serve_parent(files, i)
     except ParentGone: files.remove()
     except BaseException:
-        files.say(f'{i}.end', format_exc())
+        files.write(f'{i}.end', format_exc())
         raise
-    else: files.say(f'{i}.end', 'as its parent process requested')
+    else: files.write(f'{i}.end', 'as its parent process requested')
     os._exit(0) # a second of torch's finalizers, with nothing to put back, and a result that nobody reads
 
 # %% ../../nbs/018_launch.slurm.ipynb #daa29595
@@ -195,11 +195,11 @@ class TaskChannel(Streams):
         self.files,self.i,self.job,self.closed = files,i,job,Event()
         super().__init__(follow_file(files.d/f'{i}.out', self._over), partial(append_to, files.d/f'{i}.in'))
 
-    def _over(self): return self.closed.is_set() or bool(self.files.said(f'{self.i}.end'))
+    def _over(self): return self.closed.is_set() or bool(self.files.read(f'{self.i}.end'))
 
     def why(self)->str:
         "Return how the task ended, and the end of what it printed"
-        return self.files.said(f'{self.i}.end')[-2000:] or end_of_log(self.job, self.i)
+        return self.files.read(f'{self.i}.end')[-2000:] or end_of_log(self.job, self.i)
 
     def close(self):
         "Stop following the task, whose parent process has sent all"
@@ -228,10 +228,10 @@ class JobTasks:
         "Return the node of each task, after the job has started"
         if not self.job: self._submit()
         pause,self.still = 1,0
-        while not await_that(lambda: all(self._said('at')), pause):
+        while not await_that(lambda: all(self._read_all('at')), pause):
             self._look()
             pause = min(10, pause*1.2)
-        return self._said('at')
+        return self._read_all('at')
 
     def open(self,
         i:int # Number of the task
@@ -247,10 +247,10 @@ class JobTasks:
         self.job = self.executor.submit(exec, f'{uncollected}; from {_module} import be_task; be_task({str(self.base)!r})', {})
 
     def _begin_run(self, run):
-        self.run,self.files,self.told,self.still = run,RunFolder(self.base, run),False,0
+        self.run,self.files,self.reported,self.still = run,RunFolder(self.base, run),False,0
         self.files.make(self.n)
 
-    def _said(self, kind): return [self.files.said(f'{i}.{kind}') for i in range(self.n)]
+    def _read_all(self, kind): return [self.files.read(f'{i}.{kind}') for i in range(self.n)]
 
     def _look(self):
         "Raise an error if the job will not start the tasks that are waited for"
@@ -261,13 +261,13 @@ class JobTasks:
         if state=='RUNNING' and restarts<self.run: self.still += 1
         if self.still>10: raise self.cause # SLURM has not started anew what has ended
         if restarts>self.run: self._begin_run(restarts)
-        if state in ('PENDING','REQUEUED') and not self.told: self._report('waits in the queue; Ctrl-C cancels it')
+        if state in ('PENDING','REQUEUED') and not self.reported: self._report('waits in the queue; Ctrl-C cancels it')
 
     @property
     def _title(self): return f'SLURM job {self.job.job_id}' if self.kind=='slurm' else f'job {self.job.job_id}'
 
     def _report(self, text):
-        self.told = True
+        self.reported = True
         print(f'fastdist: {self._title} {text}', file=sys.stderr, flush=True)
 
     def again(self,
@@ -286,7 +286,7 @@ class JobTasks:
 
     def _requeue(self):
         "Queue the job again, if it was SLURM that has asked to stop; return whether that was done"
-        asked = self.files.said('asked').split()
+        asked = self.files.read('asked').split()
         if not asked: return False
         if 'SIGTERM' not in asked: # its time was over
             if self.requeued>=self.inner.max_num_timeout: return False
@@ -299,6 +299,6 @@ class JobTasks:
         job,self.job = self.job,None
         if job is None: return
         try:
-            ended = all(self._said('at')) and await_that(lambda: all(self._said('end')), 3)
+            ended = all(self._read_all('at')) and await_that(lambda: all(self._read_all('end')), 3)
             if not (ended and await_that(lambda: job_state(job)[0] in _over, 5)): job.cancel(check=False)
         finally: rmtree(self.base, ignore_errors=True)

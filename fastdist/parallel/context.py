@@ -149,7 +149,7 @@ class JobContext:
         self.opened.callback(self._leave_group)
         self.member.join(**how)
         owner = group_owner()
-        if owner and owner.broken: owner.renew()
+        if owner and owner.broken: owner.restart()
         if self.own_control: self.control.interrupt.enable()
 
     def _leave_group(self):
@@ -202,7 +202,7 @@ class JobContext:
     ):
         "Return a context manager that raises an error of one rank on all ranks; it first renews a process group that broke before"
         control = self.control
-        if self.stopped: self._renew()
+        if self.stopped: self._restart()
         control.interrupt.enable()
         try:
             with control.progress.watch(where, pos): yield
@@ -226,7 +226,7 @@ class JobContext:
         if not planned:
             self.control.fail(e)
             owner = group_owner()
-            if owner: owner.settle()
+            if owner: owner.synchronize()
         if not isinstance(e, (Exception,KeyboardInterrupt)): return
         wait = 2. if isinstance(e, KeyboardInterrupt) else .3 # rank 0 may have to be let out of a collective before it notices its own Ctrl-C
         if self.control.farewell.as_rank0(wait): everywhere(e)
@@ -245,12 +245,12 @@ class JobContext:
 
     def restart(self)->bool:
         "Renew a process group that broke; return whether all processes of the job are there"
-        if self.control.state!='running': self._renew()
+        if self.control.state!='running': self._restart()
         return self.control.state=='running'
 
-    def _renew(self):
-        self.control.renew()
+    def _restart(self):
+        self.control.restart()
         if self.control.state=='failed': return
         owner = group_owner()
-        if owner: return owner.renew()
+        if owner: return owner.restart()
         raise RuntimeError('The process group broke when a rank failed, and it is yours. HINT: leave the context, destroy the group and make it again')

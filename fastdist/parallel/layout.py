@@ -14,7 +14,7 @@ Here one interface, `Layout`, is all that others see. The trainer and the callba
 | `drop` | DDP forgets a forward pass after which it waits |
 | `evaluation` | all ranks take part in a batch that is evaluated |
 | `probe` | a few samples run through the model, whole and in parts |
-| `enter`, `renew`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
+| `enter`, `restart`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
 | `give_up` | a pass that an error has ended is forgotten |
 | `compare` | an error is raised unless all ranks hold what they should |
 
@@ -98,7 +98,7 @@ class Requests:
         self.cancel = 0 # number of the exception by which this rank cancels the batch, a higher one ends more
         self.newest,self.before = None,None # sums over ranks of the last step, and of the one before
 
-    def with_own(self,
+    def with_local(self,
         numbers:torch.Tensor, # Of this rank, which travel with the gradients, shape `(n,)`
         *more:torch.Tensor # What follows
     )->torch.Tensor: # Shape `(n+2+...,)`
@@ -110,7 +110,7 @@ class Requests:
     def _number(self, kind): return (self.size+1)**self.kinds.index(kind)
 
     def without(self,
-        mean:torch.Tensor # Mean over ranks of what `with_own` returned
+        mean:torch.Tensor # Mean over ranks of what `with_local` returned
     )->torch.Tensor: # Without the last two numbers
         "Receive the requests and cancels of all ranks"
         self.cancels,total = mean[-2:]*self.size
@@ -142,7 +142,7 @@ class LayoutFiles:
 
     def check_single_process(self): "Raise `RuntimeError` unless one rank can read and write the model without the others"
 
-    def whole(self,
+    def full_state(self,
         learn:Learner # In the layout
     ):
         "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
@@ -408,7 +408,7 @@ class Replicated(Layout):
         self.waits = self.unwrapped = self.looks = False # `waits`: whether DDP waits for a backward pass
         self.live.forget()
 
-    def renew(self,
+    def restart(self,
         learn:Learner # About to fit or to evaluate on all ranks
     ):
         "Go on from the state of one rank after an error: the process group is another than before, or it was in a context before"
@@ -469,7 +469,7 @@ class Replicated(Layout):
         w = self.wrapped
         with plain():
             flags = w.flags*(numbers[1]!=0) if w.looks else w.flags
-            return self.requests.with_own(numbers, flags)
+            return self.requests.with_local(numbers, flags)
 
     def reduce(self, numbers, wanted=True):
         "Average gradients that DDP did not see, and `numbers` where they did not travel with it"

@@ -58,7 +58,7 @@ def read_full(
 # %% ../../nbs/605_shard.files.ipynb #0d8b31bf
 def _put_full(seen, m, state, prefix, *_):
     "Replace rows in `state` by full tensors in the CPU's memory of rank 0; other ranks get nothing"
-    if as_held.get() or current_job() is None: return
+    if as_local.get() or current_job() is None: return
     for n,p in (m._parameters|m._buffers).items():
         if isinstance(p, DTensor) and p not in seen:
             with exchange('a whole state of the model'): seen[p] = put_together(p, p, 0)

@@ -179,7 +179,7 @@ class Sharder:
         "Make `model` whole again; return parameter in shards -> the user's"
         s = self.models.pop(model)
         back = {q:p for p,q in s.params.items()}
-        with exchange('the model, which is put together'): s.unwrap({k:put_together(q, q) for k,q in (s.params|s.kept).items()})
+        with exchange('the model, which is put together'): s.unwrap({k:put_together(q, q) for k,q in (s.params|s.computed).items()})
         return back
 
     def enter(self,
@@ -197,7 +197,7 @@ class Sharder:
         if kept: self._again(learn)
         self.attach(learn)
 
-    def renew(self, learn):
+    def restart(self, learn):
         "Put the models in shards again where the process group is another than before; return whether it is"
         if self.group is dist.group.WORLD: return False
         old = self.mesh
@@ -208,7 +208,7 @@ class Sharder:
 
     def _again(self, learn):
         with self.opts.resharded(learn.opt), exchange('the model, which is cut into shards again'):
-            for s in self.models.values(): s.renew(self.mesh, self.own, self._add_hooks)
+            for s in self.models.values(): s.restart(self.mesh, self.own, self._add_hooks)
 
 # %% ../../nbs/607_shard.layout.ipynb #8097368f
 def warn_mixed(
@@ -251,9 +251,9 @@ class Unsharder:
         learn:Learner, # Whose optimizer has the shards
         dst=None, # Rank that gets the values; all by default
         to=noop # Called with each tensor that was gathered
-    )->tuple: # Parameter, or key of `Shards.kept` -> its values; identity of a state -> its values
+    )->tuple: # Parameter, or key of `Shards.computed` -> its values; identity of a state -> its values
         "Return all values, one after the other gathered"
-        state,kept = self.opts.stored(learn.opt),self.models.kept()
+        state,kept = self.opts.stored(learn.opt),self.models.computed()
         keys,*reports = zip(*gather_objs(([*state, *kept],tuple(self.steps),has_overtaken())))
         self._report(*reports)
         common = set.intersection(*map(set, keys))
@@ -302,7 +302,7 @@ class ShardFiles(LayoutFiles):
         raise RuntimeError('You let rank 0 alone save or load a model in shards, of which each rank has a part. HINT: a callback without rank0_only; rank 0 alone writes the file all the same')
 
     @contextmanager
-    def whole(self, learn):
+    def full_state(self, learn):
         "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
         self.models.rest()
         with exchange('the model, which rank 0 puts together'): params,state = self.unsharder.gathered(learn, 0, lambda t: t if t is None else t.cpu())
@@ -451,9 +451,9 @@ class Sharded(Layout):
         self.numbers.enter_context(full_numbers(self.rank0_evaluates))
         self.sharder.enter(learn)
 
-    def renew(self, learn):
+    def restart(self, learn):
         "Put the models in shards again where the process group is another than before, and go on from one rank's values of what each rank holds whole"
-        if not self.sharder.renew(learn): return
+        if not self.sharder.restart(learn): return
         mine = {n:t for n,t in self.comparable(learn).items() if isinstance(t, Tensor)}
         def put(theirs):
             for n in mine.keys()&theirs.keys(): mine[n].copy_(theirs[n])
@@ -516,7 +516,7 @@ class Sharded(Layout):
         if not self.waits: return run(t, g)
         rows,rank = carry._unsharded_param,self.job.world.rank
         mine = torch.zeros_like(rows[:1])
-        mine[0,4*rank:4*rank+4] = self.requests.with_own(numbers)
+        mine[0,4*rank:4*rank+4] = self.requests.with_local(numbers)
         run((t,rows), (g,mine.expand_as(rows)))
 
     def reduce(self, numbers, wanted=True):
@@ -527,8 +527,8 @@ class Sharded(Layout):
             mean,p.grad = local(p.grad)[0].view(-1, 4).sum(0),None
         self.waits = False
         if not self.checked: self._check_used()
-        if rest: mean = ifnone(mean, average_grads(rest, self.requests.with_own(numbers)))
-        if mean is None and wanted: mean = all_reduce(self.requests.with_own(numbers), kind='step')/self.job.world.size
+        if rest: mean = ifnone(mean, average_grads(rest, self.requests.with_local(numbers)))
+        if mean is None and wanted: mean = all_reduce(self.requests.with_local(numbers), kind='step')/self.job.world.size
         return self.requests.without(mean)
 
     def average(self, params, numbers, weight=1.):

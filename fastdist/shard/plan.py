@@ -92,10 +92,10 @@ _ways = dict(zip(FSDP_AUTO_WRAP_POLICY, (transformer_auto_wrap_policy, size_base
 
 def _units(policy, names, size, free=False):
     "Return the fields of a plan that choose units; with `free` the layout chooses where nothing is said"
-    unsaid = policy is None
+    unset = policy is None
     if isinstance(policy, str): policy = _ways[_member('auto_wrap_policy', policy, FSDP_AUTO_WRAP_POLICY)]
-    elif unsaid and names: policy = transformer_auto_wrap_policy
-    elif unsaid and size is not None: policy = size_based_auto_wrap_policy
+    elif unset and names: policy = transformer_auto_wrap_policy
+    elif unset and size is not None: policy = size_based_auto_wrap_policy
     by_name,by_size = policy is transformer_auto_wrap_policy,policy is size_based_auto_wrap_policy
     if names and not by_name:
         raise OptionError('transformer_cls_names_to_wrap', names, 'auto_wrap_policy chooses units in another way. HINT: set one of them')
@@ -103,7 +103,7 @@ def _units(policy, names, size, free=False):
         raise OptionError('min_num_params', size, 'units are not chosen by size. HINT: auto_wrap_policy=\'SIZE_BASED_WRAP\'')
     if by_name: return dict(classes=_classes(names))
     if by_size: return dict(min_params=_size(size))
-    if policy is None: return dict(one_unit=not (free and unsaid))
+    if policy is None: return dict(one_unit=not (free and unset))
     if not callable(policy): raise OptionError('auto_wrap_policy', policy, must=f'one of {", ".join(FSDP_AUTO_WRAP_POLICY)}, or a function')
     return dict(policy=policy)
 

@@ -43,7 +43,7 @@ _signal_handling = private('torch.utils.data._utils:signal_handling')
 class Writer:
     "Run one function at a time in a thread beside the training"
     thread = error = refused = result = None # of the last function: an error that `wait` raises, an `OSError` that `report` warns of
-    def __init__(self): self.said = set() # what was warned of: paths, and what its users add
+    def __init__(self): self.reported = set() # what was warned of: paths, and what its users add
 
     @property
     def busy(self)->bool: return self.thread is not None and self.thread.is_alive()
@@ -60,8 +60,8 @@ class Writer:
     ):
         "Warn of `e`, once for each path"
         e,self.refused = e or self.refused,None
-        if e is None or e.filename in self.said: return
-        self.said.add(e.filename)
+        if e is None or e.filename in self.reported: return
+        self.reported.add(e.filename)
         warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training goes on, and the states before stay. '
             'HINT: free disk space there or use another path; this is said once, and each later state is tried again')
 
@@ -104,7 +104,7 @@ class StateWriter:
 
     def can_begin(self)->bool:
         "Return whether no state is being written; where one is, another is due as soon as it is done"
-        busy,said = self.writer.busy,self.writer.said
+        busy,said = self.writer.busy,self.writer.reported
         self.due = -math.inf if busy else time.monotonic()+60*(self.minutes or math.inf)
         if busy and 'busy' not in said:
             warn(f'Writing a checkpoint takes longer than every={self.every} steps; some were skipped. HINT: a larger every')
@@ -131,7 +131,7 @@ class StateWriter:
         mine = *pack(fit.changes.of_rank(changed, left), f'ranks.{fit.rank}'),folder is None or self.sees(folder)
         ranks = gather_objs(mine, dst=0) if fit.size>1 else [mine]
         about = dict(fit=fit.number, epoch=epoch, batch=batch, ended=ended, steps=fit.steps, ranks=fit.size,
-            threads=torch.get_num_threads(), logs=fit.note.logs, facts=fit.facts, maker=fit.fits.maker())
+            threads=torch.get_num_threads(), logs=fit.record.logs, facts=fit.facts, maker=fit.fits.maker())
         if begins: self._write(about, changed, ranks, folder, left)
         elif folder and fit.rank: self._write_rows(folder, left)
         if wait: self.writer.wait()
@@ -162,7 +162,7 @@ class StateWriter:
     def _write(self, about, changed, ranks, folder, left):
         "Pack the state on rank 0, and let the thread write it"
         fit,into,more = self.fit,None,None
-        self._warn_of(fit.changes.unsaid(changed))
+        self._warn_of(fit.changes.unreported(changed))
         state = fit.changes.of_learner(changed)
         if folder:
             blind = first(r for r,(*_,sees) in enumerate(ranks) if not sees)
@@ -175,10 +175,10 @@ class StateWriter:
         self.writer.start(partial(fit.states.write, about, (tree,tensors), f'fit{fit.number}-{label}',
             pinned=about['ended'], packed=True, into=into, more=more))
 
-    def _warn_of(self, unsaid):
-        new = {k:o for k,o in unsaid.items() if k not in self.writer.said}
+    def _warn_of(self, unreported):
+        new = {k:o for k,o in unreported.items() if k not in self.writer.reported}
         if new: warn('. '.join(new.values())+'. HINT: give it state_dict() and load_state_dict(state) to keep what it needs')
-        self.writer.said |= {*new}
+        self.writer.reported |= {*new}
 
     def _await_rows(self, blind, rows, folder):
         "Write rank 0's rows, wait for those of the others, and return the records of all"
@@ -193,9 +193,9 @@ class StateWriter:
         fit = self.fit
         _,rows = fit.layout.files.divided(fit.learn, LearnerState.take(fit.learn, 'model', 'opt'), left)
         self.writer.wait()
-        self.writer.start(partial(self._write_part, folder, rows))
+        self.writer.start(partial(self._write_shards, folder, rows))
 
-    def _write_part(self, folder, rows):
+    def _write_shards(self, folder, rows):
         from fastdist.state.dcp import write_shards
         with suppress(FileNotFoundError): write_shards(folder, self.fit.rank, rows) # given up by rank 0, which says so, or not seen
 
@@ -208,7 +208,7 @@ class StopSignals:
         self.failed = failed
         self.asked = None # number of the first signal
         self.passed = False # whether the user's own handler has got it
-        self.heard = False # whether the training has taken note of it
+        self.handled = False # whether the training has taken note of it
         numbers = filter(None, (signal.SIGTERM,signal_number('SIGUSR1')))
         self.handlers = {s:SharedSignal(s, self._called, may_replace) for s in numbers}
 
@@ -221,18 +221,18 @@ class StopSignals:
         if _set_handlers: _signal_handling._set_worker_signal_handlers = _set_handlers
         for o in self.handlers.values(): o.uninstall()
         if not self.asked: return
-        unheard = kind is None and not self.heard and not self.passed
+        unhandled = kind is None and not self.handled and not self.passed
         outlived = self.asked==signal.SIGTERM and in_shell() # IPython ends no process for a `SystemExit`
-        if unheard or outlived: os.kill(os.getpid(), self.asked)
+        if unhandled or outlived: os.kill(os.getpid(), self.asked)
 
     def _called(self, signum, frame):
         if self.asked: return True
         self.asked,self.passed = signum,_is_users(self.handlers[signum].below)
-        if not self.failed(): self._say(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; '
+        if not self.failed(): self._report(f'{signal.Signals(signum).name}: the training stops after this step and keeps its state; '
             'Ctrl-C or SIGKILL stops it at once')
         return not self.passed
 
-    def _say(self, text):
+    def _report(self, text):
         w = this_world()
         start = '\n' if w.rank==0 and sys.stderr.isatty() else '' # a bar of progress leaves the cursor behind it
         line = f'{start}fastdist: {f"rank {w.rank}: " if w.size>1 else ""}{text}\n'
@@ -244,7 +244,7 @@ class StopSignals:
     )->int: # 0 where no rank has got one
         "Return the number of the signal that any rank has got; one vote, after which it counts as heard"
         mine = int(self.asked or 0)
-        self.heard = bool(mine)
+        self.handled = bool(mine)
         return job.agree('the signal to stop', mine) if job else mine
 
 def _is_users(handler):
@@ -286,11 +286,11 @@ class CheckpointedFit:
         "Call `do` and write the state of the end of the fit; where the fit was cut off, let it go on"
         fit = self.fit
         if fit.found: fit.announce()
-        if fit.rank==0: fit.note.begin(fit.found and fit.found['about'])
+        if fit.rank==0: fit.record.begin(fit.found and fit.found['about'])
         with self.signals:
             do()
             self.states.save(self.learn.n_epoch, 0, ended=True, wait=True)
-            if fit.rank==0: fit.note.end()
+            if fit.rank==0: fit.record.end()
             signum = self.signals.agree(fit.job)
             if signum: self._stop(signum)
 
@@ -387,7 +387,7 @@ class CheckpointedFit:
 
     def _stop(self, signum):
         "Raise `Preempted`, which ends the process"
-        self.fit.say(f'stopped in fit {self.fit.number}; the same command goes on from {self.fit.states.path}')
+        self.fit.report(f'stopped in fit {self.fit.number}; the same command goes on from {self.fit.states.path}')
         raise Preempted(signum)
 
 # %% ../../nbs/413_state.checkpoint.ipynb #78c865ee

@@ -259,7 +259,7 @@ def fixed_values(
     *samples # Their numbers
 )->dict: # Number -> as from `sample_values`; empty for a sample that cannot be read, or is drawn by a generator of its own
     "Return what `samples` of `dl` consist of, without what depends on random numbers; the data set is called"
-    own = own_generators(dl.dataset, getattr(dl, 'after_item', None), getattr(dl, 'create_item', None))
+    own = user_generators(dl.dataset, getattr(dl, 'after_item', None), getattr(dl, 'create_item', None))
     def fixed(i):
         before,reads = _states(own),[]
         try:

@@ -64,7 +64,7 @@ def write_shards(
         plan = writer.prepare_global_plan([planner.create_local_plan()]*(rank+1))[rank] # prepare_local_plan would make the folder again, which rank 0 may have removed
         files = {o.storage_data.relative_path for o in writer.write_data(plan, planner).wait()}
         note = json.dumps({f:record(folder/f, {i.index.fqn:_holds(i) for i in plan.items}) for f in files})
-        write_whole(lambda f: f.write(note.encode()), folder/f'rank{rank}.json')
+        write_atomically(lambda f: f.write(note.encode()), folder/f'rank{rank}.json')
 
 # %% ../../nbs/407_state.dcp.ipynb #1ec3c3d4
 def await_shards(

@@ -116,9 +116,9 @@ class FitChanges:
     def _of_users(self):
         "Return the user's callbacks that do not keep their own state"
         cbs = named_callbacks(self.learn).items()
-        return {k:cb for k,cb in cbs if _is_users(cb) and not keeps_own_state(cb)}
+        return {k:cb for k,cb in cbs if _is_users(cb) and not has_state_methods(cb)}
 
-    def unsaid(self,
+    def unreported(self,
         changed:dict # From `changed`
     )->dict: # Name -> sentence
         "Return the user's callbacks that have changed, and do not say what they save, with what is saved as it is and what is lost"

@@ -19,8 +19,8 @@ all tensors make one number of 8 bytes, and that is what ranks exchange while th
 
 # %% auto #0
 __all__ = ['fingerprint', 'learner_buffers', 'optimizer_values', 'learner_state', 'fingerprints', 'differing_tables', 'differing',
-           'how_different', 'compare_replicas', 'share_buffers', 'whole_values', 'LastBatch', 'line_of', 'objects_of',
-           'attribute_values', 'further_state', 'AttributeComparison']
+           'how_different', 'compare_replicas', 'share_buffers', 'whole_values', 'LastBatch', 'source_line',
+           'objects_of', 'attribute_values', 'further_state', 'AttributeComparison']
 
 # %% ../../nbs/402_state.replicas.ipynb #4253420f
 import inspect,math,torch,weakref,numpy as np
@@ -250,7 +250,7 @@ class LastBatch:
         return t.grad_fn is not None or not (self.sizes-{0,1}).isdisjoint(t.shape)
 
 # %% ../../nbs/402_state.replicas.ipynb #af2efceb
-def line_of(
+def source_line(
     o # A function, method or class
 )->str: # Empty for what has no source, or is of a library
     "Return the file and the line of `o` in parentheses"
@@ -370,6 +370,6 @@ class AttributeComparison:
             if n in self.own or attr in self.reported: continue
             self.reported.add(attr)
             how,owner = how_different(n, self.values[n], tables, ref, ranks),attr.rpartition('.')[0]
-            line = line_of(_script_class(objects_of(self.learn).get(owner)))
+            line = source_line(_script_class(objects_of(self.learn).get(owner)))
             if not self.rank: warn(f'Ranks differ in {n}{line} {when}: {how}. {self.why[attr]}')
         self.values = {}

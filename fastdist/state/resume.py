@@ -14,7 +14,7 @@ The script may have been edited before it is started again. What is in the state
 
 # %% auto #0
 __all__ = ['Fits', 'FitsByPath', 'fits_of', 'training_facts', 'check_same_training', 'described', 'fit_settings', 'edits',
-           'LocalLoaders', 'LocalLayout', 'FitNote', 'Fit']
+           'LocalLoaders', 'LocalLayout', 'FitRecord', 'Fit']
 
 # %% ../../nbs/411_state.resume.ipynb #07b0c530
 import json,os,sys,numpy as np
@@ -183,7 +183,7 @@ def edits(
 class LocalLoaders:
     "Loaders of a fit in one process; on ranks the job hands over an object with the same names"
     running = None # the open phase, whose `dl` is the share that batches come from
-    def share(self,
+    def local_loader(self,
         dl, # A loader, or a list of batches
         cls:type # Class of a share
     ): # `None` where `dl` has no share
@@ -196,7 +196,7 @@ class LocalLayout:
     looks = False # whether each step looks for parameters without a gradient
 
 # %% ../../nbs/411_state.resume.ipynb #6d45c748
-class FitNote:
+class FitRecord:
     "File beside the states while a fit runs, with the fit's number and the lengths of appended logs when it began"
     def __init__(self,
         learn:Learner, # With callbacks
@@ -216,7 +216,7 @@ class FitNote:
         for path,size in self.logs.items():
             if os.path.exists(path): os.truncate(path, min(size, os.path.getsize(path)))
         note = json.dumps(dict(fit=self.number, logs=self.logs)).encode()
-        with suppress(OSError): write_whole(lambda f: f.write(note), self.file) # the first state will tell of a disk that takes nothing
+        with suppress(OSError): write_atomically(lambda f: f.write(note), self.file) # the first state will tell of a disk that takes nothing
 
     def end(self):
         "Remove the note"
@@ -244,11 +244,11 @@ class Fit:
         self.states,self.fits = States(path, keep),fits_of(learn, path)
         self.loaders,self.layout = loaders or LocalLoaders(),layout or LocalLayout()
         self.rank,self.size = (self.job.rank,self.job.size) if self.job else (0,1)
-        self.number,self.note = self.fits.done,FitNote(learn, self.states.path, self.fits.done)
+        self.number,self.record = self.fits.done,FitRecord(learn, self.states.path, self.fits.done)
         self.steps,self.rows = 0,[] # of the optimizer and of the recorder, in this fit
         self.changes = FitChanges(learn, self.fits.changed)
 
-    def say(self,
+    def report(self,
         text:str # A sentence without a full stop
     ):
         "Print `text` on rank 0"
@@ -257,7 +257,7 @@ class Fit:
     @property
     def batch(self):
         "Samples of a batch of all ranks, the same on any number of ranks that can go on"
-        share = self.loaders.share(self.learn.dls.train, StepDL)
+        share = self.loaders.local_loader(self.learn.dls.train, StepDL)
         return share.partition.g if share else None
 
     def find(self):
@@ -269,7 +269,7 @@ class Fit:
         if found and self.layout.gathers: found |= self._parts(State(Path(found['path']), found['record']))
         trained_before = not found['done'] if found else self.fits.skipped
         if trained_before: # by a process in which fastai has read an item for `n_inp`
-            with kept_random(*user_loaders(learn.dls)): getattr(learn.dls, 'n_inp', None)
+            with preserved_random(*user_loaders(learn.dls)): getattr(learn.dls, 'n_inp', None)
         self.found = found
 
     def _read(self):
@@ -288,14 +288,14 @@ class Fit:
         if state.about['fit']!=self.number: was = now | dict(model=was['model'])
         check_same_training(was, now, self.size, state.path, done)
         for o in edits(was['settings'], now['settings'], done):
-            self.say(f'the script has changed since fit {self.number} began: {o}')
+            self.report(f'the script has changed since fit {self.number} began: {o}')
         read = dict(record=state.record) if self.layout.gathers else self._parts(state)
         return dict(done=done, path=str(state.path), about=state.about, **read)
 
     def _check_maker(self, about):
         mine = self.fits.maker()
         same = [k for k in mine if mine[k]==about['maker'][k]]
-        if same==['process','cell'] and about['ended'] and not self.note.file.exists():
+        if same==['process','cell'] and about['ended'] and not self.record.file.exists():
             raise ResumeError(self.states.path, 'states of another Learner of this script', 'give each Learner a path of its own')
 
     def _parts(self, state):
@@ -310,7 +310,7 @@ class Fit:
         rounds_anew = at['ranks']==self.size and at['threads']!=threads
         if self.rank==0 and rounds_anew: warn(f'The state was made with {at["threads"]} threads, and there are {threads} now, '
             'so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
-        self.say(f'resuming fit {self.number} at epoch {at["epoch"]}, batch {at["batch"]} from {self.found["path"]}')
+        self.report(f'resuming fit {self.number} at epoch {at["epoch"]}, batch {at["batch"]} from {self.found["path"]}')
 
     def put_back(self):
         "Write the state that was found into the Learner, but for the random states"
@@ -348,5 +348,5 @@ class Fit:
         self.put_back()
         self.set_random()
         self.changes.begin() # what was put back has changed, also for the states of later fits
-        self.say(f'fit {self.number} already finished; loaded its final state from {self.found["path"]}')
+        self.report(f'fit {self.number} already finished; loaded its final state from {self.found["path"]}')
         return True

@@ -11,7 +11,7 @@ But much is known beforehand: that each rank has a device of its own, that all r
 
 # %% auto #0
 __all__ = ['tolerances', 'Blobs', 'small_learner', 'fit_quietly', 'Finding', 'as_table', 'rank_place', 'place_table',
-           'missing_ranks', 'check_world', 'check_replicas', 'check_shards', 'check_exactness', 'own_buffers',
+           'missing_ranks', 'check_world', 'check_replicas', 'check_shards', 'check_exactness', 'local_buffers',
            'DesyncCheck']
 
 # %% ../../nbs/801_tools.checks.ipynb #bcc9d896
@@ -189,7 +189,7 @@ def check_exactness(
     return Finding('exactness', ', '.join(found), hint)
 
 # %% ../../nbs/801_tools.checks.ipynb #d888c5d2
-def own_buffers(
+def local_buffers(
     model:nn.Module # During a fit
 )->dict: # Name -> buffer
     "Return the buffers that a rank may write from its own samples: all but those of batch norms that count all samples"
@@ -213,14 +213,14 @@ class DesyncCheck(Callback):
         if trainer and trainer.parts: trainer.parts.compares = False
     def before_train(self):
         "Note what buffers hold when the epoch begins"
-        self.began = fingerprints(own_buffers(self.model)) if grouped() else {}
+        self.began = fingerprints(local_buffers(self.model)) if grouped() else {}
     def after_step(self):
         "Compare every `every` steps"
         self.n_steps += 1
-        if self.n_steps%self.every==0: self._check(own_buffers(self.model))
+        if self.n_steps%self.every==0: self._check(local_buffers(self.model))
     def after_train(self):
         "Compare when an epoch's training ends"
-        self._check({} if self._trainer else own_buffers(self.model))
+        self._check({} if self._trainer else local_buffers(self.model))
 
     def _check(self, own):
         "Compare what ranks hold; of a buffer among `own` that changed since the epoch began, only that it did"

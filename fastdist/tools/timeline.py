@@ -217,7 +217,7 @@ class Timeline(OverridingCallback):
 
     def _on_do_fit(self): # an event would also come in a validation within the fit
         self.history = History(self.size)
-        self.clock.event = events_of(first(o.device for o in own_model(self.learn).parameters()))
+        self.clock.event = events_of(first(o.device for o in user_model(self.learn).parameters()))
         self._inner('_do_fit')
 
     def _on_do_epoch(self):

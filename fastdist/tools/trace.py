@@ -156,12 +156,12 @@ def script_values(
 # %% ../../nbs/805_tools.trace.ipynb #af2efceb
 def _named_modules(learn):
     modules = {n:m for n,m in objects_of(learn).items() if isinstance(m, nn.Module)}
-    return {id(m):n+line_of(type(m).forward) for n,m in modules.items()}
+    return {id(m):n+source_line(type(m).forward) for n,m in modules.items()}
 
 def _named_transform(f):
-    if type(f) is Transform and hasattr(f, 'encodes'): return f.name+line_of(f.encodes.methods[0].implementation)
+    if type(f) is Transform and hasattr(f, 'encodes'): return f.name+source_line(f.encodes.methods[0].implementation)
     while isinstance(f, partial): f = f.func
-    return getattr(f, '__name__', type(f).__name__)+line_of(f if inspect.isroutine(f) else type(f))
+    return getattr(f, '__name__', type(f).__name__)+source_line(f if inspect.isroutine(f) else type(f))
 
 # %% ../../nbs/805_tools.trace.ipynb #9f9093de
 _next = dict(before_batch='the model', after_pred='the loss', after_loss='the backward pass',
@@ -267,7 +267,7 @@ class AfterCallback(Callback):
         watch.changed()
 
     def _end(self, event_name):
-        name = f'{type(self.cb).__name__}.{event_name}'+line_of(getattr(self.cb, event_name))
+        name = f'{type(self.cb).__name__}.{event_name}'+source_line(getattr(self.cb, event_name))
         self.watch.look(name)
         self.watch.add(name, self.watch.changed())
 
@@ -292,11 +292,11 @@ def read_file(
 
 def _between(learn):
     "Return what of the script runs between the loss and the gradients"
-    params = own_model(learn).named_parameters()
+    params = user_model(learn).named_parameters()
     res = [f'a hook on {n}' for n,p in params if p._backward_hooks or p._post_accumulate_grad_hooks]
     for cb in filter(_runs_here, learn.cbs):
         for k in ('after_loss','before_backward','after_backward'):
-            line = line_of(getattr(type(cb), k, None))
+            line = source_line(getattr(type(cb), k, None))
             if line: res.append(f'{type(cb).__name__}.{k}{line}')
     return res
 
@@ -357,7 +357,7 @@ class Trace(OverridingCallback):
     def before_batch(self): self.stepped = not self.training
     def after_step(self): self.stepped = True
     def after_backward(self):
-        params = own_model(self.learn).named_parameters() if self.watch else ()
+        params = user_model(self.learn).named_parameters() if self.watch else ()
         self.grads = {f'gradient of {n}':_whole(p.grad, p).clone() for n,p in params if p.grad is not None}
     def after_cancel_batch(self):
         "Record where a batch was cancelled"
@@ -400,7 +400,7 @@ class TraceEnd(SystemExit): "Raised where a run ends that is compared"
 def _other_digits(learn):
     "Change each weight by 8 units in its last digit, up or down"
     g = torch.Generator().manual_seed(0)
-    for p in {p:None for p in (*own_model(learn).parameters(), *L(learn.opt.param_lists).concat())}:
+    for p in {p:None for p in (*user_model(learn).parameters(), *L(learn.opt.param_lists).concat())}:
         signs = 2*torch.randint(2, p.shape, generator=g).to(p)-1
         if p.is_floating_point(): p.data *= 1+8*torch.finfo(p.dtype).eps*signs
 

@@ -43,30 +43,30 @@ class Buffers(JobCallback):
         "Share what training has changed so far, and name batch norms without running statistics"
         self.before_state() # in the midst of training
         if self.phases.current.dl is None: return
-        names = [n for n,m in own_model(self.learn).named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
+        names = [n for n,m in user_model(self.learn).named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
         if names: self.phases.warn_once('statistics', _untracked.format(names[0]))
 
     def after_train(self):
         "Share what training has changed"
-        self.share()
+        self.broadcast()
         self.moved = False
 
     def after_validate(self):
         "Share what an evaluation within a fit has changed"
-        if self.phases.fitting: self.share()
+        if self.phases.fitting: self.broadcast()
 
     def before_state(self):
         "Share what training has changed so far, before a state is written"
-        if self.moved: self.share()
+        if self.moved: self.broadcast()
 
     def after_fit(self):
         "Call `after_train` where a callback cancelled the fit in the midst of an epoch"
         if self.moved and not self.phases.open: self.after_train()
 
-    def share(self):
+    def broadcast(self):
         "Copy rank 0's buffers to all ranks, where they differ"
         if self.phases.size==1: return
-        own,norms,bufs = own_model(self.learn),self.layout.norms,{}
+        own,norms,bufs = user_model(self.learn),self.layout.norms,{}
         for m in self.layout.wrapped_models: # of this fit
             if m is not own: bufs |= {f'{type(m).__name__}.{n}':b for n,b in m.named_buffers()}
         bufs |= learner_buffers(self.learn)

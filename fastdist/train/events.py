@@ -236,7 +236,7 @@ class Rank0Calls:
         learn,self.saved = self.learn,ExitStack()
         rec = getattr(learn, 'recorder', None)
         mets = [*learn.metrics, *[o for o in vars(rec).values() if isinstance(o, Metric)]] if rec else [*learn.metrics]
-        self.saved.enter_context(kept_random(*user_loaders(learn.dls)))
+        self.saved.enter_context(preserved_random(*user_loaders(learn.dls)))
         self.saved.enter_context(reverted([cb for cb in learn.cbs if not is_rank0_only(cb)]+mets))
         for m in mets: vars(m).pop('accumulate', None)
         for m in learn.model.modules(): self.saved.callback(setattr, m, 'training', m.training)
@@ -304,7 +304,7 @@ class Events:
         begins = event_name in _begins and not rank0.cb
         if begins: self._begin(event_name)
         if job:
-            job.progress.beat += 1
+            job.progress.n_events += 1
             if job.failures.now: job.interrupt.check()
         if rank0.cb: return rank0.call(event_name)
         if event_name=='after_loss': self.loss_computed()

@@ -104,7 +104,7 @@ class RegularisationTerms:
 
     def around(self,
         cb:Callback, # Answers `after_loss`, and `adds_terms`
-        window:Window # Of the fit
+        window:AccumulationWindow # Of the fit
     ):
         "Call `cb` after the loss; what it adds to a sum counts once, not once a rank"
         learn,summed = self.learn,self.batch.reduction.kind[0]
@@ -125,7 +125,7 @@ class RegularisationTerms:
         cb:Callback, # That has changed the loss
         kind:str, # From `term_of`
         found:dict, # What it found, from `given`
-        window:Window # Of the fit
+        window:AccumulationWindow # Of the fit
     )->bool:
         "Return whether the old loss is a term of what `cb` made of it; warn once where ranks differ from one process"
         summed,is_term,cls = self.batch.reduction.kind[0],kind!='replaced',type(cb)
@@ -226,10 +226,10 @@ class BackwardPasses:
         store_attr()
         self.learn,self.many,self.reduction = phases.learn,phases.world.size>1,batch.reduction
         self.losses,self.buffer = WindowLosses(self.learn),torch.empty(2, dtype=torch.float32) # so that no step makes a tensor for its numbers
-        self.begin(Window())
+        self.begin(AccumulationWindow())
 
     def begin(self,
-        window:Window # Of the fit
+        window:AccumulationWindow # Of the fit
     ):
         "Begin a fit"
         self.window,self.windowed,self.exchanges = window,bool(window),True # `exchanges`: whether gradients are exchanged in this batch
@@ -248,12 +248,12 @@ class BackwardPasses:
 
     def loss_computed(self):
         "Note the loss function that has computed the batch's loss, and find out how it reduces"
-        self.reduction.note()
-        if self.due: self.ask()
+        self.reduction.record()
+        if self.due: self.determine_reduction()
 
-    def ask(self):
+    def determine_reduction(self):
         "Find out how the loss of the batch reduces, unless that is known"
-        if not self.reduction.is_known: self.reduction.ask(self.learn if self.batch.part else None)
+        if not self.reduction.is_known: self.reduction.determine(self.learn if self.batch.part else None)
 
     def over_loss(self,
         run:Callable, # The backward pass, called as `run(t, g)`
@@ -262,7 +262,7 @@ class BackwardPasses:
     ):
         "Run the pass over the loss of the batch, scaled, and send the numbers of the step with its gradients"
         if self.many and _is_constant(t): raise RuntimeError(_constant)
-        self.ask()
+        self.determine_reduction()
         self.due,win,layout = False,self.window,self.layout
         with plain(): # fastai's tensor types cost more here than the arithmetic
             f = self._add(self.batch.scale(win.fraction))
@@ -355,7 +355,7 @@ class BackwardPasses:
     def _set_loss(self, l):
         self.learn.loss = self.loss = l.float() if isinstance(l, Tensor) else torch.scalar_tensor(l, dtype=torch.float32)
 
-    def share_loss(self):
+    def reduce_loss(self):
         "Make the loss of a batch whose pass did not send it that of all ranks; one all-reduce"
         loss = vars(self.learn).get('loss')
         if self.windowed or loss is None or loss is self.loss or not self.many: return
@@ -400,12 +400,12 @@ class OtherPasses:
         "Return the scale of the current batch, `None` outside of one"
         passes = self.passes
         if not self.phases.running or not self.learn.training: return
-        if passes.due and vars(self.learn).get('pred') is not None: passes.ask()
+        if passes.due and vars(self.learn).get('pred') is not None: passes.determine_reduction()
         return passes.batch.scale(passes.window.fraction if passes.window.every>1 else 1.)
 
     def _active(self):
         "Return the parameters that are trained at the moment"
-        now = own_model(self.learn),self.learn.opt
+        now = user_model(self.learn),self.learn.opt
         trained = self.layout.trained
         return (trained if trained.holds(*now) else Trained(*now)).active
 
@@ -471,7 +471,7 @@ class GlobalGradients(JobCallback):
         return self.passes.window.every>1 and not self.passes.window.ends
 
     def begin(self,
-        window:Window # Of the fit
+        window:AccumulationWindow # Of the fit
     ):
         "Begin a fit"
         self.passes.begin(window)
@@ -485,7 +485,7 @@ class GlobalGradients(JobCallback):
         self.hooks.close()
         self.watched.clear()
         self.registered.clear()
-        self.passes.begin(Window())
+        self.passes.begin(AccumulationWindow())
         self.passes.losses.begin(self.learn)
         self.terms.reset()
         self.batch.reset()
@@ -546,10 +546,10 @@ class GlobalGradients(JobCallback):
             with self.layout.step(passes.exchanges): run()
             passes.leftover = False
         except CancelBatchException:
-            passes.share_loss()
+            passes.reduce_loss()
             raise
         finally: passes.due = False
-        passes.share_loss()
+        passes.reduce_loss()
         if self.unsettled.found and not self.phases.world.rank: self.unsettled.report()
 
     def around(self,

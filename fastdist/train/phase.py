@@ -88,7 +88,7 @@ class Phases:
         share = ph and ph.dl
         return self.learn.dl if share is None or share.in_step else share
 
-    def share(self,
+    def local_loader(self,
         dl, # A loader; a list of batches is none, and is returned as it is
         training:bool=True # Whether it is trained on; an evaluation within a pass over the same loader has a share of its own
     ): # During a fit, and for a loader of the Learner, the same object each time
@@ -132,7 +132,7 @@ class Phases:
         for i,o in enumerate(ls):
             ours = isinstance(o, StepDL)
             if ours and o in self.found: continue
-            ls[i] = share = self.share(o, training=i==0)
+            ls[i] = share = self.local_loader(o, training=i==0)
             if share is not o: self.found[share] = o.dl if ours else o
 
     def _by_hand(self, share):
@@ -154,7 +154,7 @@ class Phases:
     def start(self)->Phase:
         "Open a phase over this rank's share of `learn.dl`"
         self.show()
-        dl,rec = self.share(self.learn.dl, self.learn.training),getattr(self.learn, 'recorder', None)
+        dl,rec = self.local_loader(self.learn.dl, self.learn.training),getattr(self.learn, 'recorder', None)
         shared = isinstance(dl, DistributedDL) and self.size>1
         self.open[-1:] = [Phase(dl if shared else None, rec)]
         if shared: dl.in_step = True
@@ -169,7 +169,7 @@ class Phases:
         dl,ph = self.learn.dl,self.running
         if ph is None: return f()
         if dl is not ph.dl and isinstance(dl, _loaders):
-            ph.dl = self.learn.dl = self.share(dl, self.learn.training)
+            ph.dl = self.learn.dl = self.local_loader(dl, self.learn.training)
             ph.dl.in_step = True
         if isinstance(dl, (list,tuple)) and getattr(ph.dl, 'in_step', False): ph.dl = None
         f()
@@ -186,7 +186,7 @@ class Phases:
 
     def check_steps(self):
         "Raise `ValueError` if an epoch's training would make no step"
-        share = self.share(self.learn.dls.train)
+        share = self.local_loader(self.learn.dls.train)
         if self.size>1 and not isinstance(share, (*_loaders,list,tuple)): raise TypeError('learn.dls.train must be a DataLoader of '
             f'torch or fastai, got {type(share).__name__}, whose batches ranks cannot share out. HINT: derive it from one of them; an __iter__ of its own is used')
         if isinstance(share, (list,tuple)) or self.size==1 or share.n is None or len(share): return

@@ -323,7 +323,7 @@ def _share(self:RankAccelerator, o):
         return {k:self.prepare(v) for k,v in o.items()}
     if isinstance(o, DistributedDL): return o
     if isinstance(o, DataLoader): return DistributedDL(o, device=w.device) if w.size>1 else o
-    if isinstance(o, TorchLoader) and own_ways(o): return DistributedDL(o, device=w.device)
+    if isinstance(o, TorchLoader) and custom_methods(o): return DistributedDL(o, device=w.device)
     if isinstance(o, nn.Module): return o.to(device=w.device, dtype=self.dtype)
     if isinstance(getattr(o, '__dict__', {}).get('dataloaders'), dict): # perceptrain's loader of several
         o = copy(o)

@@ -206,13 +206,13 @@ class Training:
         phases.fitting = True
         phases.check_steps()
         counts = first(learn._grab_cbs(GradientAccumulation)) if many or steps>1 else None # it must count the samples of several ranks
-        window = Window(steps, counts)
+        window = AccumulationWindow(steps, counts)
         self.gradients.begin(window)
         self.events.forget()
         self.events.windowed,self.events.around = bool(window),self.gradients.around if many else None
         for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, job, phases)
         if many:
-            share = phases.share(learn.dls.train)
+            share = phases.local_loader(learn.dls.train)
             if not self.layout.gathers: self.lists = override_lists(learn.opt) # a layout in shards steps lists of rows
             for cb in learn._grab_cbs(LRFinder): _find_in_memory(cb, len(share))
         self.gradients.wrap()
@@ -263,9 +263,9 @@ def _own_helpers(job): return [o for o in job.helpers if isinstance(o, JobCallba
 def _together(parts, event_type):
     "Return a context manager for a fit or an evaluation of all ranks, which are identical when it begins; an error of one is raised on all"
     job,learn,events = parts.job,parts.learn,parts.events
-    own = nullcontext() if parts.seeding else own_random(job.world.rank)
+    own = nullcontext() if parts.seeding else rank_random(job.world.rank)
     with job.together(partial(loop_place, learn), events.position), own, parts.evaluate.watching(), _restored(parts, event_type):
-        parts.layout.renew(learn)
+        parts.layout.restart(learn)
         if not parts.copied: check_alike(learner_facts(learn, event_type, deciders(learn.cbs)))
         events.voting = True
         _hand_over(learn, parts.phases, parts.layout, _own_helpers(job))
@@ -298,7 +298,7 @@ def _confirmed(events, f):
         raise
 
 # %% ../../nbs/709_train.trainer.ipynb #3e977edb
-def _note_stop(job):
+def _record_stop(job):
     "Note that the context of replicas ends after an error, which no fit has followed"
     stopped[job.learn] = has_overtaken()
     if stopped[job.learn]: warn_overtaken([r==job.world.rank for r in range(job.world.size)])
@@ -376,7 +376,7 @@ class DistributedTrainer(WrapperCallback):
         if self.entered: self.entered.close()
         if self.parts: self.parts.step.restore()
         super()._return()
-        if job and job.stopped and not layout.gathers: _note_stop(job)
+        if job and job.stopped and not layout.gathers: _record_stop(job)
         if layout: layout.leave(self.learn)
         if job: job.close()
         _hand_over(self.learn)

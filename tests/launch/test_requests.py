@@ -14,7 +14,7 @@ def many(rank, n=300):
     requests = Requests(size)
     for i in range(n):
         if rng.random()<.05: requests.own,asked = rng.choice(Requests.kinds),i
-        requests.without(all_reduce(requests.with_own(torch.ones(2)), kind='step')/size)
+        requests.without(all_reduce(requests.with_local(torch.ones(2)), kind='step')/size)
         res.append(requests.decided())
         if asked is not None and requests.own is None:
             waited.append(i-asked)

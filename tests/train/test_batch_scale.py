@@ -66,7 +66,7 @@ class Loader(DistributedDL):
 def test_a_window_of_batches_is_one_batch(name, batches, every, seed):
     "For two ranks, with a last window of fewer batches"
     f,w = losses[name],torch.randn(4, 3)
-    totals,win = [sum(o) for o in batches],Window(every)
+    totals,win = [sum(o) for o in batches],AccumulationWindow(every)
     x,y = samples_of(sum(totals), name, seed)
     grad,den,scales,lo = 0.,0.,0.,0
     for k,(ns,m) in enumerate(zip(batches, totals)):
@@ -87,7 +87,7 @@ def test_a_batch_under_gradient_accumulation(name, ns, n_acc, fewer, seed):
     "fastai's callback multiplies the loss in one process by all samples over `n_acc`; some were left out of what was planned"
     f,(x,y),w,size = losses[name],samples_of(sum(ns), name, seed),torch.randn(4, 3),len(ns)
     if not counts(f, y): return
-    win,planned = Window(callback=GradientAccumulation(n_acc)),sum(ns)+fewer
+    win,planned = AccumulationWindow(callback=GradientAccumulation(n_acc)),sum(ns)+fewer
     win.plan(Loader([planned]), 0, 1)
     found = parts(f, w, x, y, ns, planned, win.fraction)
     means = [sum(getattr(s, k) for s,*_ in found)/size for k in ('samples','denominator')] if name!='mean' else (1.,1.)
@@ -96,7 +96,7 @@ def test_a_batch_under_gradient_accumulation(name, ns, n_acc, fewer, seed):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20))
 def test_gradient_accumulation_steps_where_one_process_does(totals, n_acc):
-    win,count = Window(callback=GradientAccumulation(n_acc)),0
+    win,count = AccumulationWindow(callback=GradientAccumulation(n_acc)),0
     for k,m in enumerate(totals):
         win.plan(Loader(totals), k, len(totals))
         count += m
