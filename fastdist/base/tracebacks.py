@@ -28,7 +28,7 @@ from fastcore.all import *
 from .errors import *
 
 # %% ../../nbs/001_base.tracebacks.ipynb #c5ffcf0c
-_roots = {k:str(Path(find_spec(k).origin).parent.parent) for k in ('fastdist','fastai','fastcore','torch','accelerate')}
+_roots = {k:str(Path(find_spec(k).origin).parent.parent) for k in ('fastdist','fastai','fastcore','fasttransform','torch','accelerate')}
 _python = str(Path(os.__file__).parent)
 
 def library_place(
@@ -57,11 +57,12 @@ def _short_message(text):
 
 # %% ../../nbs/001_base.tracebacks.ipynb #fc1613ee
 class ShortStack(StackSummary):
-    "Frames of a traceback; of those of libraries, except the last two, the number is shown"
+    "Frames of a traceback; of those of libraries, except the `last` at its end, the number is shown"
+    last = 2
     def format(self, **kw):
         "Return the lines to print; `kw` are those of `StackSummary.format`"
         tail = len(list(itertools.takewhile(lambda f: library_place(f.filename), reversed(self))))
-        cut,res,how = len(self)-min(tail, 2),[],_full
+        cut,res,how = len(self)-min(tail, self.last),[],_full
         for (far,theirs),g in itertools.groupby(enumerate(self), lambda o: (o[0]<cut, library_place(o[1].filename) is not None)):
             frames = [f for _,f in g]
             if far and theirs: res,how = [*res,_hidden(len(frames), how)],''
@@ -72,9 +73,10 @@ class ShortStack(StackSummary):
 def shorten(
     t:TracebackException # Changed in place
 )->TracebackException: # Itself
-    "Replace the stacks of `t`, of its causes and of its contexts by `ShortStack`s"
+    "Replace the stacks of `t`, of its causes and of its contexts by `ShortStack`s, without the end where the message has a traceback"
     for o in (t.__cause__, t.__context__, *(getattr(t, 'exceptions', None) or [])): o and shorten(o)
     t.stack = ShortStack(t.stack)
+    if 'Traceback (most recent call last):' in ''.join(t.format_exception_only()): t.stack.last = 0
     return t
 
 def stack_text(

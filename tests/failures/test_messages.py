@@ -84,3 +84,36 @@ def test_a_warning_shows_the_user_s_line(shown):
     err = shown(begin.format(odd='pass', before='').replace('with learn.distrib_ctx(): ', ''))
     assert len(re.findall(r'script.py:\d+: UserWarning: You started 2 ranks', err))==1, err
     assert not re.search(r'fastdist/\S+\.py:\d+: UserWarning', err)
+
+broken = """
+from fastai.basics import *
+from fastdist import *
+class Numbers:
+    def __len__(self): return 40
+    def __getitem__(self, i):
+        if i==21: raise ValueError('number 21 is broken')
+        return torch.full((3,), float(i)),i%2
+class Odd(Transform):
+    def encodes(self, i:int):
+        if i==21: raise ValueError('number 21 is broken')
+        return torch.full((3,), float(i))
+"""
+broken_fits = {
+    'data set': 'dls = DataLoaders.from_dsets(Numbers(), Numbers(), bs=4, num_workers=2, device="cpu")',
+    'transform': 'dls = Datasets(list(range(40)), [[Odd],[lambda i: i%2]]).dataloaders(bs=4, num_workers=2, device="cpu")'}
+
+@pytest.mark.parametrize('how', ['nprocs','torchrun'])
+@pytest.mark.parametrize('where', list(broken_fits))
+def test_an_error_in_a_data_worker_has_at_most_15_lines_and_the_user_s_last(warm, tmp_path, how, where):
+    fit = f'with learn.distrib_ctx({"nprocs=2" if how=="nprocs" else ""}): learn.fit(1)'
+    learn = 'learn = Learner(dls, nn.Linear(3,2), loss_func=CrossEntropyLossFlat())'
+    path = tmp_path/'broken.py'
+    path.write_text('\n'.join([broken, broken_fits[where], learn, fit, '']))
+    _,err = warm(*(['torchrun','--nproc_per_node','2'] if how=='torchrun' else [sys.executable]), path, rc=1)
+    lines = [re.sub(r'^\[rank\d\]: ?', '', o) for o in err.splitlines() if o.strip()]
+    begin,end = lines.index('Traceback (most recent call last):'),lines.index('ValueError: number 21 is broken')
+    shown = lines[begin:end+1]
+    assert len(shown)<=15 and shown[-4].endswith('in encodes' if where=='transform' else 'in __getitem__'), err
+    assert not [o for o in shown if 'File' in o and str(path) not in o], err
+    if how=='nprocs': test_eq(lines, shown)
+    else: test_eq((sum('rank 0 ends' in o or 'rank 1 ends' in o for o in lines), err.count('Original Traceback')), (1,1))
