@@ -18,8 +18,8 @@ cfg.read(top/'settings.ini')
 cfg = cfg['DEFAULT']
 
 def build(kind, here, out):
-    "Path of the archive that setuptools builds of the folder `here`"
-    code = f'from setuptools import build_meta as b; print(b.build_{kind}({str(out)!r}))'
+    "Path of what the hook `kind` of setuptools makes of the folder `here`"
+    code = f'from setuptools import build_meta as b; print(b.{kind}({str(out)!r}))'
     p = subprocess.run([sys.executable, '-c', code], cwd=here, capture_output=True, text=True, check=True, env=os.environ|dict(PYTHONPATH=''))
     return out/p.stdout.split()[-1]
 
@@ -33,8 +33,8 @@ def wheel(tmp_path_factory):
         (src/o).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(top/o, src/o)
     out.mkdir()
-    with tarfile.open(build('sdist', src, out)) as t: t.extractall(out, filter='data')
-    return zipfile.ZipFile(build('wheel', next(o for o in out.iterdir() if o.is_dir()), out))
+    with tarfile.open(build('build_sdist', src, out)) as t: t.extractall(out, filter='data')
+    return zipfile.ZipFile(build('build_wheel', next(o for o in out.iterdir() if o.is_dir()), out))
 
 def read(wheel, name): return wheel.read(next(o for o in wheel.namelist() if o.endswith(f'.dist-info/{name}'))).decode()
 
@@ -51,6 +51,22 @@ def test_metadata(wheel):
     test_eq({o.partition(';')[0].strip() for o in meta.get_all('Requires-Dist') if 'extra' not in o}, set(cfg['requirements'].split()))
     test_eq({*meta.get_all('Provides-Extra')}, {'dev','docs','bench','ssh','slurm','ray'})
     assert tuple(map(int, cfg['version'].split('.')))>(0,0,1) and f'## {cfg["version"]},' in (top/'CHANGELOG.md').read_text()
+
+def addresses(meta): return [a or b for a,b in re.findall(r'\]\(([^)\s]+)\)|(?:src|href)="([^"]*)"', message_from_string(meta).get_payload())]
+
+def test_the_page_on_pypi_leads_to_no_file_beside_it(wheel, tmp_path):
+    "PyPI has none of the repository's files; links lead to the repository once `settings.ini` has its address"
+    page = read(wheel, 'METADATA')
+    assert not [o for o in addresses(page) if not o.startswith(('https://','#'))]
+    assert 'The losses of four ranks lie on those of one process' in page and '[benchmarks]' not in page
+    for o in ('setup.py','README.md','LICENSE'): shutil.copy(top/o, tmp_path)
+    (tmp_path/'fastdist').mkdir()
+    repo = 'https://example.org/fastdist'
+    (tmp_path/'settings.ini').write_text((top/'settings.ini').read_text().replace('git_url =\n', f'git_url = {repo}\n'))
+    found = addresses((build('prepare_metadata_for_build_wheel', tmp_path, tmp_path)/'METADATA').read_text())
+    assert {f'{repo}/raw/main/nbs/images/{o}.png' for o in ('curves','survive','timeline')}|{f'{repo}/blob/main/CHANGELOG.md'}<=set(found)
+    files = [o.partition('/main/')[2].partition('#')[0] for o in found if o.startswith(f'{repo}/')]
+    test_eq(([o for o in found if not o.startswith(('https://','#'))], [o for o in files if not (top/o).exists()]), ([],[]))
 
 def test_commands_lead_somewhere(wheel):
     entries = ConfigParser()
