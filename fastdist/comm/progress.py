@@ -146,7 +146,7 @@ def _still_there(before, now):
     "Return whether a rank has reported again, and is where it was"
     return before['nth']<now['nth'] and all(before[k]==now[k] for k in ('n','name','kind'))
 
-died = ('it died without an error message (killed, out of memory, the machine failed, or gloo ended it, as it does where ranks exchange '
-    'tensors of different shapes)')
+died = ('it died without an error message (killed, out of memory, or the machine failed). HINT: gloo ends ranks that exchange '
+    'tensors of different shapes')
 
 unresponsive = "its process has not answered for {:.0f} seconds. HINT: it was stopped, or hangs in a call that holds the interpreter's lock"
