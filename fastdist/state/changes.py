@@ -75,10 +75,12 @@ class ModuleVariables:
         if self.names is not None: return {k:res[k] for k in sorted(self.names & res.keys())}
         return {k:v for k,v in res.items() if k[:2]!='__' and k not in self.but and not _is_of(v, (ModuleType,FunctionType,type))}
 
+_of_import = '__builtins__','__loader__','__spec__','__warningregistry__'
+
 def _attributes(o):
-    "Return the attributes of `o`; the warnings that a module has shown are this process's"
+    "Return the attributes of `o`; how a module was imported, which may lead to all that an import hook knows, and the warnings that it has shown are this process's"
     res = o.now() if type(o) is ModuleVariables else attributes_of(o)
-    return {k:v for k,v in res.items() if k!='__warningregistry__'} if _is_of(o, ModuleType) else res
+    return {k:v for k,v in res.items() if k not in _of_import} if _is_of(o, ModuleType) else res
 
 def _by_type(table):
     "Return a function from an object to the value in `table` for its type, `None` where it has none"
