@@ -206,9 +206,12 @@ class _LearnerCall:
         job:JobDescription, # Of the ranks
         options:dict, # Of the context on the ranks
         name:str, # Of the method
-        args:tuple, kwargs:dict # For the method
+        args:tuple, kwargs:dict, # For the method
+        finding:bool=False, # Whether `lr_find` makes the call
+        warned:set=None # Keys of warnings that earlier calls have shown; those of this one are added
     ):
-        store_attr('learn,options,name,args,kwargs')
+        store_attr('learn,options,name,args,kwargs,finding')
+        self.warned = ifnone(warned, set())
         self.n,self.compute_setup,self.copied = job.world_size,job.compute_setup,job._engine is None
 
     def __call__(self,
@@ -220,7 +223,8 @@ class _LearnerCall:
         try:
             with acc.running(), self.learn.distrib_ctx(**self.options), Interruption(self.learn, self.name=='fit') as interruption:
                 parts = first(self.learn._grab_cbs(DistributedTrainer)).parts
-                parts.copied,parts.announced = self.copied,True # a script in one process prints no line about ranks
+                parts.copied,parts.announced,parts.finding = self.copied,True,self.finding # a script in one process prints no line about ranks
+                parts.phases.warned = self.warned
                 res = getattr(self.learn, self.name)(*self.args, **self.kwargs)
             if interruption.received and sys.stdout.isatty(): print(flush=True) # ends the line of a progress bar
             return bool(interruption.received),res
@@ -242,8 +246,10 @@ class ParentContext:
         options:dict # Of the context `learn.distrib_ctx` on the ranks
     ):
         store_attr()
-        self.overrides,self.calls = Overrides(),CallsOnRanks(job.nprocs, job._engine, keeps=True)
+        self.overrides,self.calls,self.finding = Overrides(),CallsOnRanks(job.nprocs, job._engine, keeps=True),False
+        self.warned = set() # keys of warnings that were shown, each once in this context
         self.methods = {k:partial(self._call, k) for k in _on_ranks} | {k:partial(self._call_here, k) for k in _here if hasattr(learn, k)}
+        self.methods['lr_find'] = self._find
 
     def __enter__(self):
         self.overrides.override(self.learn, **self.methods)
@@ -264,9 +270,13 @@ class ParentContext:
         "Call a method, with what it calls, in this process"
         with self._as_without(): return getattr(self.learn, name)(*args, **kwargs)
 
+    def _find(self, *args, **kwargs):
+        "Call `lr_find`, whose fit is to make its number of steps"
+        with overridden(self, finding=True): return type(self.learn).lr_find(self.learn, *args, **kwargs)
+
     def _call(self, name, *args, **kwargs):
         "Call a method on new ranks, and make here what rank 0 has changed"
-        call = _LearnerCall(self.learn, self.job, self.options, name, args, kwargs)
+        call = _LearnerCall(self.learn, self.job, self.options, name, args, kwargs, self.finding, self.warned)
         fork = not self.job._engine and not torch.cuda.is_initialized()
         pressed = []
         with self._as_without():

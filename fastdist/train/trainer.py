@@ -127,16 +127,20 @@ def _unused(device):
     if there and there.type not in ('cuda',device.type): return f'fastdist: {there.type} is not used, since ranks train on CUDA devices or CPUs. HINT: one process trains on {there.type}'
 
 # %% ../../nbs/709_train.trainer.ipynb #2cebf081
+_in_float32 = ('On {} this computes in float32, as plain fastai does: its to_fp16() and to_bf16() are for CUDA. '
+    'HINT: ACCELERATE_MIXED_PRECISION=bf16 in the environment, or accelerate launch --mixed_precision bf16, computes in bfloat16 here')
+
+def _casts_nothing(mp, device): return isinstance(mp.autocast, torch.autocast) and not casts_on(mp, device)
+
 def _set_precision(mp, job, phases):
     if isinstance(mp, LaunchPrecision): return
     device = job.world.device
     set_precision(mp, device, job.live.autocast_options, job.live.scaler_options)
-    if isinstance(mp.autocast, torch.autocast) and not casts_on(mp, device): phases.warn_once('precision', f'On {device.type} this computes in float32, as plain fastai does: '
-        'its to_fp16() and to_bf16() are for CUDA. HINT: ACCELERATE_MIXED_PRECISION=bf16 in the environment, or accelerate launch --mixed_precision bf16, computes in bfloat16 here')
+    if _casts_nothing(mp, device): phases.warn_once('precision', _in_float32.format(device.type))
 
 # %% ../../nbs/709_train.trainer.ipynb #fcb1204b
-def _find_in_memory(cb, steps):
-    "Make the `LRFinder` `cb` take the number of steps that it was asked for, of which an epoch has `steps`, and restore the Learner from a copy in memory"
+def _find_in_memory(cb):
+    "Make the `LRFinder` `cb` restore the Learner from a copy in memory"
     learn = cb.learn
     start = LearnerState.take(learn, 'model', 'buffers', 'opt', copy=True)
     def begin():
@@ -146,7 +150,7 @@ def _find_in_memory(cb, steps):
         learn.opt.zero_grad()
         start.put(learn)
         del cb.before_fit,cb.after_fit # and with them the copy
-    cb.before_fit,cb.after_fit,learn.n_epoch = begin,back,cb.num_it//steps+1
+    cb.before_fit,cb.after_fit = begin,back
 
 # %% ../../nbs/709_train.trainer.ipynb #a0d1f021
 def _is_own(e):
@@ -182,6 +186,7 @@ class Training:
         self.job,self.learn,self.desync_check,self.lists = job,learn,desync_check and w.size>1,None
         self.compares = self.dropped = self.announced = False # whether ranks compare in this fit; whether an error ended a step; whether rank 0 has said where ranks train
         self.copied = False # whether ranks are copies of one process, and so have the same Learner
+        self.finding = False # whether `lr_find` makes this fit, which has as many epochs as its steps need
         self.events = Events(learn, w.rank if w.size>1 else None, job.control)
         self.phases = Phases(learn, w, split, partial(getattr, self.events.rank0, 'cb'))
         self.layout,self.seeding = _layout(job, plan, sync_bn, self.phases.rank0_evaluates),None
@@ -214,7 +219,9 @@ class Training:
         if many:
             share = phases.local_loader(learn.dls.train)
             if not self.layout.gathers: self.lists = override_lists(learn.opt) # a layout in shards steps lists of rows
-            for cb in learn._grab_cbs(LRFinder): _find_in_memory(cb, len(share))
+            for cb in learn._grab_cbs(LRFinder):
+                if self.finding: learn.n_epoch = cb.num_it//len(share)+1 # the script's loader has more batches than ranks make steps
+                _find_in_memory(cb)
         self.gradients.wrap()
         self.compares = self.desync_check and many
         if self.dropped: phases.warn_once('dropped', _dropped)
@@ -331,11 +338,19 @@ class DistributedTrainer(WrapperCallback):
 
     def _init_state(self):
         super()._init_state()
-        self.__dict__.update(job=None, parts=None, entered=None, lean=False)
+        self.__dict__.update(job=None, parts=None, entered=None, named=False, lean=False)
 
     def __call__(self, event_name):
         "Call the method for `event_name` while the Learner is in a job"
         if self.parts and not self.parts.events.rank0.cb: super().__call__(event_name)
+        elif event_name=='before_train' and self.entered and not self.parts: self._name_precision()
+
+    def _name_precision(self):
+        "In one process that is in no job, warn as ranks do"
+        device = self.accelerator.world.device
+        if self.named or not any(_casts_nothing(mp, device) for mp in self.learn._grab_cbs(MixedPrecision)): return
+        warn(_in_float32.format(device.type))
+        self.named = True
 
     @property
     def size(self):
@@ -429,7 +444,7 @@ class DistributedTrainer(WrapperCallback):
         find,learn = type(self.learn).lr_find,self.learn
         call = signature(find).bind(learn, *args, **kwargs)
         if self.size>1 and self.job.world.rank: call.arguments['show_plot'] = False
-        return find(*call.args, **call.kwargs)
+        with overridden(self.parts, finding=True): return find(*call.args, **call.kwargs)
 
     def before_train(self):
         "Open a phase over this rank's share of the loader"

@@ -149,3 +149,25 @@ def test_other_learners():
         return list(find(tabular(), 10))
     a,b = on_ranks(f, join=False)
     test_eq(a, b)
+
+def by_hand(size, ctx=None, **kw):
+    "What a fit of two epochs leaves that a search was added to by hand: it makes no more steps than the fit has"
+    learn = make(size)
+    with learn.no_bar(), learn.no_logging(), ctx(learn) if ctx else learn.distrib_ctx(): learn.fit(2, cbs=LRFinder(**kw))
+    rec,ws = learn.recorder,[p.tolist() for p in learn.model.parameters()]
+    return len(rec.lrs),learn.n_epoch,rec.lrs,[float(o) for o in rec.losses],sum(map(list, rec.values), []),ws
+
+@pytest.mark.parametrize('kw', [dict(num_it=100, stop_div=False), dict(num_it=30), dict(start_lr=1e-2, end_lr=1e4)], ids=['long','short','diverges'])
+def test_added_by_hand(kw):
+    one = by_hand(1, lambda learn: nullcontext(), **kw)
+    ranks = on_ranks(lambda rank: by_hand(2, **kw), 2, join=False)
+    for o in (by_hand(1, **kw), *ranks, by_hand(1, lambda learn: learn.distrib_ctx(nprocs=2), **kw)):
+        test_eq(o[:2], one[:2])
+        for a,b in zip(o[2:5], one[2:5]): np.testing.assert_allclose(a, b, rtol=1e-3)
+        test_eq(o[5], one[5])
+
+def test_all_steps_where_each_rank_has_a_batch():
+    "The script's loader has twice as many batches as two ranks make steps"
+    learn = make(1)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2, split_batches=False): learn.lr_find(num_it=25, stop_div=False, show_plot=False)
+    test_eq(len(learn.recorder.lrs), 25)

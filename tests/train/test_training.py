@@ -167,6 +167,21 @@ def test_options_go_with_a_precision_of_the_users():
     opts = [AutocastKwargs(cache_enabled=False),GradScalerKwargs(init_scale=8.)]
     test_eq(on_ranks(lambda rank: own_cast(rank, OwnCast, kwargs_handlers=opts), join=False), [{torch.bfloat16,8.}]*2)
 
+def said(size, mp, **kw):
+    "What two fits in one context say about precision"
+    learn = mp(learner(12//size))
+    with pytest.warns() as ws, learn.distrib_ctx(**kw), learn.no_bar(), learn.no_logging():
+        for _ in range(2): learn.fit(1)
+        learn.validate()
+    return [str(o.message).split(':')[0] for o in ws if 'float32' in str(o.message)]
+
+@pytest.mark.parametrize('mp', [Learner.to_fp16,Learner.to_bf16])
+@pytest.mark.by_default('to_fp16')
+def test_what_is_said_of_precision(mp):
+    "On the CPU nothing is cast: one process says so as ranks do, in a job or in none, once in a context"
+    want = ['On cpu this computes in float32, as plain fastai does']
+    test_eq([said(1, mp), said(1, mp, seed=1), said(1, mp, nprocs=2), *on_ranks(lambda rank: said(2, mp), 2, join=False)], [want]*4+[[]])
+
 # Randomness
 
 class Noisy:
