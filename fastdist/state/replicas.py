@@ -26,7 +26,7 @@ __all__ = ['fingerprint', 'learner_buffers', 'optimizer_values', 'learner_state'
 import inspect,math,torch,weakref,numpy as np
 from collections import Counter,deque
 from functools import lru_cache
-from itertools import chain
+from itertools import chain,islice
 from numbers import Integral,Number
 from warnings import warn
 from fastcore.all import *
@@ -274,10 +274,12 @@ def _script_class(o):
     "Return the class of the script that `o` has, or that its class is made from, as a module in shards"
     return first(c for c in type(o).__mro__ if not of_library(made_in(c)))
 
+# %% ../../nbs/402_state.replicas.ipynb #7c64762f
+def _of_all_ranks(o): return hasattr(o, '__dict__') and not (isinstance(o, Callback) and is_rank0_only(o))
+
 def _script_objects(learn):
     "Return name -> object of a class of the script; no callback of rank 0 alone"
-    found = {k:o for k,o in objects_of(learn).items() if _script_class(o) and hasattr(o, '__dict__')}
-    return {k:o for k,o in found.items() if not isinstance(o, Callback) or not is_rank0_only(o)}
+    return {k:o for k,o in objects_of(learn).items() if _script_class(o) and _of_all_ranks(o)}
 
 # %% ../../nbs/402_state.replicas.ipynb #7c647631
 _of_module = {*vars(nn.Module())} # parameters and buffers are compared as replicas
@@ -291,6 +293,26 @@ def attribute_values(
         for k,v in vars(o).items():
             if not isinstance(o, nn.Module) or k not in _of_module: res[f'{name}.{k}'] = whole_values(f'{name}.{k}', v)
     return res
+
+# %% ../../nbs/402_state.replicas.ipynb #c011ec75
+def _containers(learn):
+    "Return attribute -> list, deque or dict, in callbacks of any class, and in modules and the loss of the script"
+    held = _script_objects(learn) | {k:o for k,o in named_callbacks(learn).items() if _of_all_ranks(o)}
+    found = {f'{name}.{k}':v for name,o in held.items() for k,v in vars(o).items() if not isinstance(o, nn.Module) or k not in _of_module}
+    return {k:v for k,v in found.items() if isinstance(v, (list,L,deque,dict))}
+
+def _items_in(v):
+    "Return the number of items in the container `v`, and in containers that are items of it"
+    items = v.values() if isinstance(v, dict) else v
+    return len(v)+sum(len(o) for o in items if isinstance(o, (list,tuple,L,deque,dict)))
+
+def _first_tensors(name, v):
+    "Return name -> tensor of `v`: of a tuple all, of another container those in its first two items"
+    if isinstance(v, Tensor): return {name:v}
+    if not isinstance(v, (list,tuple,L,deque,dict)): return {}
+    items = v.items() if isinstance(v, dict) else enumerate(v)
+    first_items = islice(items, len(v) if isinstance(v, tuple) else 2)
+    return {k:t for i,o in first_items for k,t in _first_tensors(f'{name}.{i}', o).items()}
 
 # %% ../../nbs/402_state.replicas.ipynb #822f866a
 def further_state(
@@ -316,6 +338,8 @@ _trained = ('Each rank changes it by its own samples, so it is not what one proc
     '(all_reduce of p.grad, divided by the number of ranks), or let the Learner train it')
 _carried = ('Each rank changes it by its own samples, or has drawn it, so it is not what one process has. HINT: let what is counted be '
     'a metric, or all_reduce it over ranks where it is updated; average over ranks what a module carries along; seed what is drawn')
+_collected = ('It grows by each batch, and has rank 0\'s part of the samples, where one process has all. HINT: get_preds and metrics have the samples of all ranks; '
+    'or let the fit that collects run in one process, outside of the context')
 
 class AttributeComparison:
     "Compare attributes beside the model over ranks, and warn once of each that differs"
@@ -332,8 +356,20 @@ class AttributeComparison:
         self.early = dict(chain(*(vs.items() for vs in attribute_values(self.learn).values())))
         self.batch.begin(self.early.values())
         self.early = {n:v for n,v in self.early.items() if isinstance(v, int)} # tensors are not kept alive
+        self.items = {} # attribute -> number of items after a few batches
+
+    def look(self):
+        "Record how many items containers have after a few batches: what grows from then on collects"
+        self.see()
+        self.items = {k:_items_in(v) for k,v in _containers(self.learn).items()}
 
     def see(self): self.batch.see(self.learn)
+
+    def _collected(self):
+        "Return attribute -> the first tensors with rows of a batch, of containers that have grown since `look`"
+        grown = {k:v for k,v in _containers(self.learn).items() if k in self.items and _items_in(v)>self.items[k]}
+        found = {k:_first_tensors(k, v) for k,v in grown.items()}
+        return {k:{n:t for n,t in ts.items() if t.ndim and self.batch.has(t)} for k,ts in found.items()}
 
     def table(self):
         "Return a fingerprint of each value of attributes that were not reported"
@@ -341,11 +377,16 @@ class AttributeComparison:
         for found,why in self.parts:
             for attr,values in found().items():
                 if attr in self.reported: continue
-                self.why[attr] = why
                 kept = {n:v for n,v in values.items() if n not in self.own and not self.batch.has(v)}
-                self.values |= kept
-                self.attrs |= dict.fromkeys(kept, attr)
+                self._add(attr, kept, why)
+        for attr,kept in self._collected().items():
+            if kept and attr not in self.reported: self._add(attr, kept, _collected)
         return fingerprints(self.values)
+
+    def _add(self, attr, values, why):
+        self.why[attr] = why
+        self.values |= values
+        self.attrs |= dict.fromkeys(values, attr)
 
     def _numbers_ranks(self, name, vals):
         "Return whether `name` has not changed in the epoch, and is the number of each rank, or tells rank 0 from the others"

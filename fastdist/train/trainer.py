@@ -418,7 +418,8 @@ class DistributedTrainer(WrapperCallback):
     def _on_call_one(self): return self.parts.events.__call__
 
     def _on_batch(self, do_one_batch):
-        run,layout = partial(super()._on_batch, do_one_batch),self.parts.layout
+        run,parts,layout = partial(super()._on_batch, do_one_batch),self.parts,self.parts.layout
+        if parts.compares and self._learner.training and self._learner.iter==2: parts.attributes.look()
         if self._learner.training and layout.through is not None: return self.parts.gradients.run_batch(run)
         with layout.evaluation(): run()
 

@@ -1,10 +1,12 @@
 "What callbacks, modules and the loss hold beside the model is compared at the end of an epoch's training, and named where ranks differ"
 import time,warnings,pytest
-from collections import Counter
+from collections import Counter,deque
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastdist import *
+from fastai.callback.data import CollectDataCallback
 from fastdist.launch.fork import *
+from fastdist.comm.collectives import gather_objs
 from collectives import counting
 
 class Critic(Callback):
@@ -214,3 +216,36 @@ def test_cost():
     plain,held,longer,named,longer_named = [on_ranks(lambda rank: _ran(rank, *cbs, epochs=n), join=False)[0] for cbs,n in cases]
     test_eq(held-plain, Counter({'c10d::allreduce_':2})) # of Quiet, one an epoch
     test_eq(longer_named-named, longer-plain)
+
+class Collects(Callback):
+    "Batches and predictions of a rank, each batch in a list; and what is of the last batch, in lists too"
+    def before_fit(self): self.batches,self.store = [],dict(preds=[], targs=[])
+    def after_batch(self):
+        if not self.training: return
+        self.last,self.feats = [self.x,self.y,self.pred.detach()],dict(a=self.pred.detach()*2, b=self.x+1)
+        self._keep()
+    def _keep(self):
+        self.batches.append((self.x,self.pred.detach()))
+        for k,v in dict(preds=self.pred, targs=self.y).items(): self.store[k].append(v.detach())
+
+class Gathers(Collects):
+    "The same of all ranks"
+    def _keep(self): self.batches.append([gather_objs(o.detach()) for o in (self.x,self.pred)])
+
+class Last(Collects):
+    def _keep(self): self.batches = [self.x,self.pred]
+
+class Remembers(Callback):
+    "Predictions of the last few batches"
+    def before_fit(self): self.memory = deque(maxlen=4)
+    def after_batch(self): self.memory.append(self.pred.detach())
+
+@pytest.mark.parametrize('n', [2,3])
+def test_collected(n):
+    "Lists that grow by the batches of a rank are named once, of a script's callback and of fastai's; those of one batch, and of all ranks, are not"
+    def f(rank): return [told(o) for o in (Collects, CollectDataCallback, Remembers, Gathers, Last)]
+    (of_script,of_fastai,memory,*quiet),*others = on_ranks(f, n)
+    assert {o.split()[0] for o in of_script}=={'Collects.batches.0.0','Collects.store.preds.0'} and len(of_script)==2, of_script
+    assert [o.split()[0] for o in of_fastai]==['CollectDataCallback.data.0.0.0'] and 'epoch 0' in of_fastai[0] and 'in one process' in of_fastai[0], of_fastai
+    assert len(memory)==1 and memory[0].startswith('Remembers.memory.0'), memory
+    assert not any(quiet) and not any(map(any, others)), (quiet,others)
