@@ -205,6 +205,7 @@ class DrawTrials:
         self.learn,self.layout,self.model = learn,layout,None
         self.shapes,self.knows_model = Shapes(),True # of the model, and whether it could be tried
         self.known = {} # events, and transforms by `id` -> their `Shapes`, `None` where they could not be tried
+        self.sized = {} # of those that could not -> `Shapes` that sizes of larger batches have shown
 
     def _found(self, f, *args):
         "Return what `f` returns, `None` where it cannot be run"
@@ -250,6 +251,15 @@ class DrawTrials:
         def make(copies): return partial(run_event, cb, event, copies, learn)
         b,n = given(learn, event),find_bs(learn.yb or learn.xb)
         return self._try((cls,event), (plain_values(cb),cls), make, b, n, f'the callback {cls.__name__}', self.shapes.weights)
+
+    def by_size(self,
+        key, # Of what could not be tried
+        weights=() # As for `Shapes`
+    )->Shapes: # The same one for each batch
+        "Return the `Shapes` that the sizes of draws show"
+        res = self.sized.setdefault(key, Shapes())
+        res.weights = weights
+        return res
 
     def check(self,
         known, # Whether it could be tried
@@ -378,7 +388,7 @@ class Seeding(Seeded):
         k,tfms,known = p.done-1,dl.after_batch,None
         if self.many: known = self.trials.of_transforms(tfms, b)
         p.seeds.within(own=user_generators(tfms))('transform', k)
-        shapes = ifnone(known, Shapes())
+        shapes = self.trials.by_size(id(tfms)) if known is None else known
         shapes.inputs = _shapes(b)
         with self.draws.on(rows=_rows(p.partition, k, b), shapes=shapes, counts=k not in p.partition.totals): res = tfms(b)
         if self.many: self.trials.check(known is not None, 'a batch transform')
@@ -412,7 +422,7 @@ class Seeding(Seeded):
         if tries: known = trials.of_event(cb, event)
         if self.many: trials.check(trials.knows_model, 'the model')
         set_random(key_of(*here))
-        shapes = ifnone(known, Shapes(weights=trials.shapes.weights))
+        shapes = trials.by_size((type(cb),event), trials.shapes.weights) if known is None else known
         shapes.inputs = trials.shapes.inputs
         if event in _of_samples: rows = self.draws.rows
         with overridden(self.draws, rows=rows, shapes=shapes, counts=False): f() # a callback of rank 0 may draw
