@@ -62,10 +62,11 @@ def _of_run(out):
     return out.get('name')=='stderr' and '=== nbdev-test interrupted' in ''.join(out['text'])
 
 def _cleaned(cell):
-    "Return `cell` without directives and what a progress bar wrote over, with `echo: false` without its code, with `code-fold` marked; `None` where a reader does not see it"
+    "Return `cell` without directives and what a progress bar wrote over, with `echo: false` without its code, with `code-fold` and `photo` as tags; `None` where a reader does not see it"
     if _directives(cell)&{'hide','default_exp'}: return
     silent = 'echo' in _directives(cell)
-    cell.metadata = dict(tags=['folded']) if 'code-fold' in _directives(cell) else {} # without times, which nbformat refuses
+    tags = [v for k,v in {'code-fold':'folded', 'photo':'photo'}.items() if k in _directives(cell)]
+    cell.metadata = dict(tags=tags) if tags else {} # without times, which nbformat refuses
     if 'outputs' in cell: cell.outputs = [o for o in cell.outputs if not _of_run(o)]
     for o in cell.get('outputs', []):
         if 'text' in o: o['text'] = re.sub(r'[^\n]*\r', '', ''.join(o['text']))
@@ -119,7 +120,8 @@ def _cell(cell):
     if md := cell.select_one('.jp-MarkdownOutput'): return md.decode_contents()
     code = str(cell.select_one('code-cell') or '')
     if 'celltag_folded' in cell['class']: code = f'{_setup}{code}</details>'
-    return code+''.join(map(_output, cell.select('.jp-OutputArea-output')))
+    shown = ''.join(map(_output, cell.select('.jp-OutputArea-output')))
+    return code+(shown.replace('class="output"', 'class="output photo"') if 'celltag_photo' in cell['class'] else shown)
 
 def _table(table):
     "Leave out of a table of pandas the numbers of its rows, and `NaN`; the name of the index goes to its column"
