@@ -168,5 +168,5 @@ def out_of_sync_text(
 )->str:
     "Return the message for ranks that wait for each other in different exchanges"
     return '\n'.join(['ranks wait for each other in different places:', *(in_words(*o) for o in sorted(reports.items())),
-        'HINT: every rank has to make the same fits, validations and predictions, and to cancel them alike. What is for rank 0 alone belongs behind the context, or in a '
+        'HINT: every rank has to make the same fits, validations and predictions, and to cancel them at the same steps. What is for rank 0 alone belongs behind the context, or in a '
         'callback with rank0_only=True, which exchanges nothing; a callback that cancels on one rank needs decides=True'])

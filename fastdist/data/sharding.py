@@ -413,7 +413,7 @@ class Pass:
     def read_past(self, batches, source):
         "Yield `batches` of `source` without those that only had to be made"
         if not source.partition.ranks.rank: warn(f'{source.sequence} gives its batches only in sequence, so the {self.past} that are done of this epoch are made once more and dropped. '
-            'HINT: a data set with __getitem__ and __len__ goes on at any batch')
+            'HINT: a data set with __getitem__ and __len__ resumes at any batch')
         for b in batches:
             if self.done>self.past: yield b
             elif self.done==self.past: self.begin()

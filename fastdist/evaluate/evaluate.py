@@ -54,7 +54,7 @@ def one_record(
     return res,differing
 
 # %% ../../nbs/306_evaluate.evaluate.ipynb #8e2ba812
-_differs = ('{} differs between ranks ({}); all go on with that of rank 0. HINT: a metric must not depend on rank, time or random numbers, '
+_differs = ('{} differs between ranks ({}); all continue with that of rank 0. HINT: a metric must not depend on rank, time or random numbers, '
     'read what a callback keeps of the samples of one rank, or keep its state where ranks cannot see it. What a callback puts at the Learner '
     'for each sample of a batch (self.learn.mask = ...) a metric finds for those of all ranks')
 

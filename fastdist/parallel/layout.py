@@ -60,7 +60,7 @@ def warn_overtaken(
     ranks = [str(r) for r,o in enumerate(overtaken) if o]
     which = f's of ranks {", ".join(ranks)}' if len(ranks)>1 else f' of rank {ranks[0]}'
     warn(f'An error broke an exchange, and the GPU{which} went on with what was there of it, so weights may come '
-        'from a part of a gradient. HINT: a Checkpoint, from which the next start goes on, or learn.load of what was saved before')
+        'from a part of a gradient. HINT: a Checkpoint, from which the next start resumes, or learn.load of what was saved before')
 
 def has_overtaken()->bool:
     "Return whether this rank's GPU has overtaken an exchange that was broken"

@@ -219,7 +219,7 @@ def warn_mixed(
     if not amid and len({*done})==1: return
     within = f', and rank {amid[0]} was within one' if amid else ''
     warn(f'An error stopped ranks at different steps of the optimizer: they have done {done} of this fit{within}, so the parts of the model that they hold '
-        'are of different steps. HINT: a Checkpoint, from which the next start goes on')
+        'are of different steps. HINT: a Checkpoint, from which the next start resumes')
 
 # %% ../../nbs/607_shard.layout.ipynb #6501e9ed
 def _with_nan(t, like):
@@ -286,7 +286,7 @@ class Unsharder:
                 with exchange('the model, which is put together'): return self.gathered(learn)
             except Exception as e: why = e
         warn(f'The model was in shards, and those of other ranks cannot be had any more ({type(why).__name__}: {why}), so what they held of its weights is NaN. '
-            'HINT: a Checkpoint, from which the next start goes on')
+            'HINT: a Checkpoint, from which the next start resumes')
         return self._mine(learn)
 
 # %% ../../nbs/607_shard.layout.ipynb #3e10c5dc

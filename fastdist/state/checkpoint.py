@@ -62,7 +62,7 @@ class Writer:
         e,self.refused = e or self.refused,None
         if e is None or e.filename in self.reported: return
         self.reported.add(e.filename)
-        warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training goes on, and the states before stay. '
+        warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training continues, and the states before stay. '
             'HINT: free disk space there or use another path; this is said once, and each later state is tried again')
 
     def join(self):
@@ -283,7 +283,7 @@ class CheckpointedFit:
     def run(self,
         do:Callable # Runs the fit with its events
     ):
-        "Call `do` and write the state of the end of the fit; where the fit was cut off, let it go on"
+        "Call `do` and write the state of the end of the fit; where the fit was cut off, resume it"
         fit = self.fit
         if fit.found: fit.announce()
         if fit.rank==0: fit.record.begin(fit.found and fit.found['about'])
@@ -426,7 +426,7 @@ class Checkpoint(OverridingCallback):
         run:Callable, # Runs a fit with its events
         final:Callable # fastai's clean-up after a fit
     ):
-        "Call `run` unless the fit is done; where it was cut off, let it go on"
+        "Call `run` unless the fit is done; where it was cut off, resume it"
         with ExitStack() as stack:
             stack.callback(self.hand) # what the job has ends with it
             stack.enter_context(fits_of(self.learn, self.path).counted())

@@ -150,7 +150,7 @@ class State:
             return fill(res, self.path) if fill and len(self.record['files'])>2 else res
         except OSError: raise
         except Exception as e: raise ValueError(f'{self.path} has files that fastdist does not write ({type(e).__name__}: {e}), '
-            'and nothing of it was used. HINT: remove it, to go on from the state before') from e
+            'and nothing of it was used. HINT: remove it, to resume from the state before') from e
 
 # %% ../../nbs/406_state.folder.ipynb #a7a43381
 def temporary()->str:
