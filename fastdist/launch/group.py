@@ -213,13 +213,14 @@ class Membership:
 
     def join(self,
         timeout:timedelta=None, # Of collectives; torch's default where `None`
-        backend:str=None # Of the process group; `world.backend` by default
+        backend:str=None, # Of the process group; `world.backend` by default
+        after:int=0 # As for `restart`
     ): # Itself
         "Make the process group, unless one exists or the job has one process; undo all changes where that fails"
         w = self.world
         if w.device.type=='cuda': torch.cuda.set_device(w.device)
         try:
-            if w.size>1: self._join(timeout, backend)
+            if w.size>1: self._join(timeout, backend, after)
         except BaseException:
             self.leave()
             raise
@@ -229,13 +230,13 @@ class Membership:
         "Undo `join`; safe to call twice, and after other code has destroyed the group"
         with self.undo: self._leave_group()
 
-    def _join(self, timeout, backend):
+    def _join(self, timeout, backend, after):
         w = self.world
         self.undo.callback(set_env, set_env(world_vars(w)))
         if w.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: self._share_cores(w.local_size)
         if dist.is_initialized(): return
         self.undo.callback(_hook_in())
-        self._make_group(timeout, backend or w.backend)
+        self._make_group(timeout, backend or w.backend, after)
         self._watch_new_groups()
 
     def _share_cores(self, n):
@@ -249,9 +250,15 @@ class Membership:
         if self.joined: _owners.remove(self)
         self.joined,self.broken,self.connections = False,False,{}
 
-    def _make_group(self, timeout, backend):
+    @property
+    def last_group(self)->int:
+        "Number of the last process group that this rank has begun to make"
+        return job_store(self.world).add(f'group/{self.world.rank}', 0)
+
+    def _make_group(self, timeout, backend, after):
         store,hook = job_store(self.world),sys.excepthook
-        nth = store.add(f'group/{self.world.rank}', 1)
+        nth = max(self.last_group, after)+1 # a rank may have begun one that others have not
+        store.add(f'group/{self.world.rank}', nth-self.last_group)
         store = PrefixStore(f'group{nth}', store)
         with changed_env(TORCH_DIST_INIT_BARRIER='1'), self.watching_groups():
             dist.init_process_group(backend, store=store, rank=self.world.rank, world_size=self.world.size, timeout=timeout)
@@ -300,11 +307,13 @@ class Membership:
         while not done.query() and time.monotonic()<end: time.sleep(.01)
         self.overtaken = self.overtaken or not done.query()
 
-    def restart(self):
+    def restart(self,
+        after:int=0 # Number of the last group of any rank; this rank's by default
+    ):
         "Replace the default group, whose connections were cut, by a new one; all ranks call it"
         self.broken = True
         self._leave_group()
-        self._make_group(*self.made_with)
+        self._make_group(*self.made_with, after)
 
 # %% ../../nbs/007_launch.group.ipynb #2baf3a7c
 def group_owner()->Membership: # `None` where there is no group, or the user made it

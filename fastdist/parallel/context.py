@@ -147,10 +147,18 @@ class JobContext:
         why = _no_signal()
         if self.own_control and not self.world.rank and why: print(why)
         self.opened.callback(self._leave_group)
-        self.member.join(**how)
-        owner = group_owner()
-        if owner and owner.broken: owner.restart()
-        if self.own_control: self.control.interrupt.enable()
+        self.member.join(**how, after=self._prepare_group() if self.own_control else 0)
+
+    def _prepare_group(self):
+        "Agree on the number of the last process group, and return it; all ranks make the group anew where it broke for one of them"
+        control,owner = self.control,group_owner()
+        control.interrupt.enable() # a rank may die while others wait for the group
+        last = self._last_group()
+        broken = not torch.distributed.is_initialized() or bool(owner and owner.broken)
+        if control.agree('whether the process group is made', int(broken)) and owner: owner.restart(last)
+        return last
+
+    def _last_group(self): return self.control.agree('the number of the last process group', self.member.last_group)
 
     def _leave_group(self):
         owner = group_owner()
@@ -249,8 +257,13 @@ class JobContext:
         return self.control.state=='running'
 
     def _restart(self):
-        self.control.restart()
-        if self.control.state=='failed': return
-        owner = group_owner()
-        if owner: return owner.restart()
-        raise RuntimeError('The process group broke when a rank failed, and it is yours. HINT: leave the context, destroy the group and make it again')
+        control = self.control
+        try:
+            control.restart()
+            if control.state=='failed': return
+            owner = group_owner()
+            if not owner: raise RuntimeError('The process group broke when a rank failed, and it is yours. HINT: leave the context, destroy the group and make it again')
+            owner.restart(self._last_group())
+        except BaseException as e:
+            control.fail(e) # or other ranks would wait for this one in the new generation
+            raise

@@ -106,6 +106,7 @@ def _enter(job, layout, plan, sync_bn):
     try:
         with job.together(lambda: 'entering the context'):
             if plan is None: _end_shards(job, sync_bn)
+            if job.control.agree('whether an error ended the context before', int(job.learn in stopped)): stopped.setdefault(job.learn, False) # some ranks may have left it before they knew
             layout.enter(job.learn)
     except BaseException:
         layout.leave(job.learn)
