@@ -93,7 +93,7 @@ def new_dls(size, learn): learn.dls = DataLoaders(DataLoader(Rows(31, 4), bs=18/
 changes = bs,data,fewer,shuffle,drop,workers,batch_tfm,item_tfm,in_place,new_loader,new_dls
 
 @pytest.mark.parametrize('f,size', [(f, 2+i%2) for i,f in enumerate(changes)])
-@pytest.mark.by_default('bs', 'data', 'workers', 'batch_tfm', 'in_place', 'new_dls')
+@pytest.mark.by_default('data', 'workers', 'new_dls')
 def test_changed_between_epochs(f, size): same_as_alone(size, cbs=at(f))
 
 @pytest.mark.parametrize('event', ('before_train',*(pytest.param(o, marks=pytest.mark.whole) for o in ('after_epoch','after_train','before_validate')),'after_batch'))

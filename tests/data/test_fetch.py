@@ -187,6 +187,7 @@ given_as = dict(create_item=lambda s: x[s]*3, after_item=lambda o: (o[0]*2,), be
     create_batch=lambda b: torch.stack([o[0] for o in b]), do_batch=len, retain=lambda res, b: res[0], after_batch=lambda b: b[1], shuffle_fn=lambda o: o[::-1],
     get_idxs=lambda: [2,0,5], before_iter=lambda *_: random.random(), after_iter=lambda *_: torch.rand(1))
 
+@pytest.mark.by_default('many', 'skips')
 @pytest.mark.parametrize('ds', ['tensors','list','many','skips'])
 def test_methods_of_the_user(ds):
     for cls in owns: same(lambda: cls(sets[ds], bs=3, shuffle=True, num_workers=0, do_setup=False))
@@ -244,7 +245,7 @@ loaders = dict(weighted=lambda: WeightedDL(list(zip(x, y)), bs=3, wgts=range(1, 
 def test_loaders_of_any_kind(name): same(loaders[name])
 
 @pytest.mark.parametrize('name', 'vision tabular collab language_model text_classifier'.split())
-@pytest.mark.by_default('vision', 'language_model', 'text_classifier')
+@pytest.mark.by_default('language_model')
 def test_loaders_of_applications(name):
     def run(i, share):
         seed()

@@ -60,6 +60,7 @@ of_batch |= dict(DeterministicFlip=DeterministicFlip, DeterministicDihedral=Dete
 of_batch |= dict(RandomErasing=partial(RandomErasing, p=.9, max_count=2))
 bases = {'RandTransform','AffineCoordTfm','SpaceTfm','LightingTfm','HSVTfm'}
 
+@pytest.mark.whole
 def test_every_random_transform_of_fastai():
     found = {k for k,v in vars(fastai.vision.augment).items() if isinstance(v, type) and issubclass(v, Transform) and v.__module__=='fastai.vision.augment'}
     test_eq(found, {*items,*of_batch}|bases)
@@ -129,6 +130,7 @@ sequences = {f'{k}_{o}':net(partial(v, o), texts) for k,v in kinds.items() for o
 @cases(**usual(models, 'Dropout', 'RReLU', 'Deep', 'connect_12'))
 def test_dropout_of_every_kind(cases, size): same_on(cases, (size,))
 
+@pytest.mark.whole
 @pytest.mark.replicas # its trial in shards is no copy
 def test_models_that_print_count_and_change_their_weights():
     norm = lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2, bias=False), nn.BatchNorm2d(6), Timed(), nn.Flatten(), nn.Linear(294, 3))
@@ -152,6 +154,7 @@ class Global(Transform):
 class GlobalNoise(Callback):
     def before_batch(self): self.learn.xb = (self.x*_python.random(),)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('workers', (pytest.param(0, marks=pytest.mark.whole),2))
 def test_generators_that_lie_deep_or_are_global(workers):
     def mk(n, tfm=Hidden, **kw):
@@ -161,6 +164,7 @@ def test_generators_that_lie_deep_or_are_global(workers):
         return Learner(ds.dataloaders(bs=bs//n, num_workers=workers, device='cpu'), nn.Linear(8, 2), loss_func=CrossEntropyLossFlat(), **kw)
     same_on(usual(dict(deep=mk, globals=partial(mk, tfm=Global), callback=lambda n: mk(n, Global, cbs=GlobalNoise())), 'deep', 'callback'), (3 if workers else 2,))
 
+@pytest.mark.whole
 def test_dropout_of_sequences(): same_on(usual(sequences, 'lstm_True', 'attention_False', 'encoder'), (2,))
 
 class Noise(Callback):
@@ -195,6 +199,7 @@ data = dict(plain=noisy(Labels, shuffle=True), stream=noisy(Stream),
 workers = dict(plain=noisy(Labels, shuffle=True, num_workers=2), stream=noisy(Stream, num_workers=1),
     torchs=noisy(Labels, cls=TorchLoader, shuffle=True, num_workers=2, persistent_workers=True), torch_stream=noisy(Stream, cls=TorchLoader, num_workers=1))
 
+@pytest.mark.whole
 def test_noise_of_data_sets():
     names = 'plain','torch_stream'
     a,b = same_on(usual(data, *names), (3,)),same_on(usual(workers, *names), (2,))
@@ -217,6 +222,7 @@ def text(n, longest=60):
     how = dict(loss_func=CrossEntropyLossFlat(), opt_func=SGD, metrics=accuracy)
     return text_classifier_learner(dls, AWD_LSTM, config=cfg, pretrained=False, drop_mult=.7, n_out=3, max_len=150, **how)
 
+@pytest.mark.whole
 def test_texts_of_many_chunks_are_refused_on_ranks():
     mk = partial(text, longest=300)
     on_each(dict(it=mk), 1)
@@ -357,6 +363,7 @@ def test_a_comparison_finds_what_nobody_sees(tmp_path):
     res = compared(net(flat(nn.Dropout), cbs=Later), tmp_path)
     assert not res.ok and 'Later' in str(res), res
 
+@pytest.mark.whole
 def test_compiled_models():
     def compiled(): return torch.compile(flat(nn.Dropout)(), backend='aot_eager', fullgraph=True)
     same_on(dict(plain=net(compiled)), (2,), batches=False)
@@ -381,6 +388,7 @@ def evaluated(learn):
     learn.fit(1, .01)
     return [learn.get_preds(cbs=[MCDropoutCallback()])[0],learn.get_preds(cbs=[MCDropoutCallback()])[0],learn.validate()]
 
+@pytest.mark.whole
 def test_evaluations_that_draw():
     res = same_on(dict(net=net(flat(nn.Dropout))), (3,), fit=evaluated)['net']['result']
     assert not near(res[0], res[1])
@@ -395,6 +403,7 @@ def test_shards(): same_on(usual(dict(plain=net(flat(nn.Dropout)), encoder=seque
 def test_applications_in_shards():
     "An LSTM holds weak references and its weights a second time, and fastai's `WeightDropout` a method of its own: a trial in shards leaves them alone"
     same_on(applications, sizes=(2,), batches=False, fit=lambda learn: learn.fit(1, .02), shard=True)
+@pytest.mark.whole
 def test_activations_that_are_computed_again():
     kw = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['TransformerEncoderLayer'])
     one, = on_each(dict(encoder=sequences['encoder']), 1)
@@ -446,6 +455,7 @@ def tuned(path, n):
         learn.fit_one_cycle(1, .01)
     if not rank_distrib(): torch.save([*map(plain, learn.model.parameters())], path)
 
+@pytest.mark.whole
 def test_launchers(tmp_path):
     on_ranks(lambda rank: tuned(tmp_path/'one', 1), 1, join=False)
     Accelerator(nprocs=3, compute_setup='cpu').distribute(tuned, start='fork')(tmp_path/'distribute', 3)

@@ -55,11 +55,13 @@ def test_ctrl_c_ends_all(start, tmp_path):
     assert len(ours)==1 and re.match(r'(\[rank0\]: )?fastdist: interrupted by Ctrl-C or SIGINT at .*, line \d+, in ', ours[0]), err[-5000:] # the rest is torchrun's own
     assert not processes(tmp_path)
 
+@pytest.mark.whole
 def test_torchrun_names_who_was_killed(warm, tmp_path):
     p = warm.start(*by_torchrun, tmp_path)
     os.kill(trains(tmp_path, p)[1], signal.SIGKILL)
     assert re.search(r'rank +: 1 \(local_rank: 1\)\s+exitcode +: -9', ended(p))
 
+@pytest.mark.by_default('1')
 @pytest.mark.parametrize('who', [0,1])
 def test_ranks_that_nobody_looks_after(warm, tmp_path, who):
     "As `srun` starts them; rank 0 serves the store"

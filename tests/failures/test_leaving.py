@@ -24,6 +24,7 @@ def leaves_slowly(rank):
 def leaves_late(rank):
     with Job(this_world()).open(): time.sleep(7*rank) # rank 0 ends after five seconds
 
+@pytest.mark.by_default('leaves_slowly')
 @pytest.mark.parametrize('f', [leaves_slowly,leaves_late])
 @pytest.mark.parametrize('n', [2,3])
 def test_nothing_is_printed(capfd, f, n):

@@ -30,6 +30,7 @@ begin = """
     with learn.distrib_ctx(): learn.fit(1)
     """
 
+@pytest.mark.whole
 def test_a_rank_that_ends_the_program_in_a_callback_is_named_with_its_line(shown):
     err = shown(begin.format(odd='sys.exit(3)', before=''))
     assert re.search(r'rank 0 ends because rank 1 ended the program, with SystemExit: 3, in script.py, line 9', err), err
@@ -73,6 +74,7 @@ def in_shards(rank):
 def test_an_array_of_a_shard_has_a_hint():
     for o in on_ranks(in_shards, 2, join=False): assert 'HINT: t.full_tensor(), called on all ranks' in o, o
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_a_folder_that_is_gone():
     gone = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')"
@@ -80,6 +82,7 @@ def test_a_folder_that_is_gone():
     _,err = run(sys.executable, '-c', code, rc=1)
     assert 'HINT: os.chdir' in err
 
+@pytest.mark.whole
 def test_a_warning_shows_the_user_s_line(shown):
     err = shown(begin.format(odd='pass', before='').replace('with learn.distrib_ctx(): ', ''))
     assert len(re.findall(r'script.py:\d+: UserWarning: You started 2 ranks', err))==1, err

@@ -104,6 +104,7 @@ def leaves(rank, path):
     if rank: (path/'left').touch()
     return alone
 
+@pytest.mark.whole
 @pytest.mark.skipif(sys.platform!='linux', reason='the state of a process is read from /proc')
 def test_who_needs_nobody_leaves_while_rank_0_is_suspended(tmp_path):
     test_eq(on_ranks(partial(leaves, path=tmp_path), 2, join=False, timeout=100)[1], True)

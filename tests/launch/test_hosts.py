@@ -74,6 +74,7 @@ def test_each_host_has_its_ranks_and_secrets_do_not_show(hosts, monkeypatch, cap
     assert [o[2] for o in found]==[({f'{hosts.net}.{i}'},set()) for i in (2,2,3,3)], 'ranks listen where the others come, and their agent nowhere'
     assert 'I am rank 0' in (out := capsys.readouterr().out) and 'I am rank 1' not in out
 
+@pytest.mark.whole
 def test_an_error_has_rank_and_host(hosts):
     def bad(): raise ValueError('no luck') if os.environ['RANK']=='1' else time.sleep(1)
     with pytest.raises(RankError, match=rf'(?s)rank 1 on {hosts.names[1]} failed:.*no luck'): on(hosts, bad)()
@@ -178,6 +179,7 @@ def test_the_head_ends(hosts, tmp_path, sig):
     finally: p.kill()
     if sig==signal.SIGINT: assert out.rstrip().splitlines()[-1].startswith('fastdist: interrupted by Ctrl-C or SIGINT at '), out
 
+@pytest.mark.whole
 def test_a_detached_job_comes_home_to_another_process_with_the_weights_of_here(hosts, tmp_path, monkeypatch):
     monkeypatch.setenv('FASTDIST_JOBS', str(tmp_path))
     learn,here = learner(),learner()

@@ -62,6 +62,7 @@ workers = """
         assert type(torch.load('pair.pkl', weights_only=False)) is Pair
     """
 
+@pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.slow
 def test_data_workers_of_ranks_start_as_those_of_a_script():
@@ -96,6 +97,7 @@ broken = """
     data = list(zip(torch.randn(200,3), torch.randn(200,1)))
     learn = Learner(DataLoaders.from_dsets(data, data, bs=8, device='cpu'), nn.Linear(3,1), loss_func=MSELossFlat(), cbs=Boom())
     """
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_a_learner_of_a_script_and_one_of_a_module_that_it_imports():
     common = """
@@ -150,6 +152,7 @@ patching = """
     print(type(res) is Result, res.loss, type(e) is Refused, e.code, e, *rest)
 """
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_what_a_script_puts_on_libraries():
     "Methods by `patch`, functions in the place of torch's, those of an imported module; and what returns of classes that pickle refuses"
@@ -193,6 +196,7 @@ def test_every_frame_is_shown_to_who_asks(monkeypatch, how, files):
     except RankError as e: test_eq([Path(o).name for o,_ in frames(e.msg)][:6 if how else None], files)
     else: assert False
 
+@pytest.mark.whole
 def test_under_torchrun_the_user_s_frames_are_found_at_a_glance(warm):
     _,err = script(broken+contexts, *torchrun(n=3), run=warm, rc=1)
     ours = [o for o in err.splitlines() if o.startswith('[rank')]

@@ -40,6 +40,7 @@ def test_accelerate_yaml(warm, tmp_path):
     warm(*accelerate('--config_file', cfg, '--multi_gpu', '--num_processes', 2, script, tmp_path))
     check('accelerate launch', tmp_path)
 
+@pytest.mark.whole
 def test_accelerate_that_starts_one_process_says_so(warm, tmp_path):
     _,err = warm(bin_/'accelerate', 'launch', '--cpu', '--num_processes', 2, script, tmp_path, PYTHONWARNINGS='default')
     assert 'HINT: add --multi_gpu' in err and json.loads((tmp_path/'0.json').read_text())['size']==1

@@ -64,6 +64,7 @@ def mpirun(*cmd, n=2, **kw):
     as_root = dict(OMPI_ALLOW_RUN_AS_ROOT='1', OMPI_ALLOW_RUN_AS_ROOT_CONFIRM='1', OMP_NUM_THREADS='1')
     return run('mpirun', '--oversubscribe', '-np', n, sys.executable, *cmd, timeout=150, **as_root, **kw)
 
+@pytest.mark.whole
 @pytest.mark.launcher
 @pytest.mark.timeout(400)
 def test_mpirun(tmp_path):

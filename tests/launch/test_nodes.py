@@ -16,6 +16,7 @@ def agents(warm, *meets, rc=0):
 
 def test_an_agent_may_come_late(warm): ends(''.join(agents(warm, *[(f'127.0.0.1:{free_port()}','join_timeout=60')]*2)), 2, 'torchrun')
 
+@pytest.mark.whole
 def test_agents_that_do_not_meet_say_so(warm):
     "Another port on this host is served by the agent itself, where nobody else comes; at a host that nobody knows there is none to serve it"
     unknown = 'nowhere.invalid:29522'

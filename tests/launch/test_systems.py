@@ -46,6 +46,7 @@ sys.argv = ['fastdist-check']
 main()
 '''
 
+@pytest.mark.whole
 def test_one_process():
     out,_ = system(alone)
     assert '10 True True' in out and 'All is well.' in out, out
@@ -86,6 +87,7 @@ try: Accelerator(nprocs=2, compute_setup='cpu').distribute(fails)()
 except Exception as e: print(type(e).__name__, 'a rank that fails' in str(e))
 '''
 
+@pytest.mark.whole
 def test_a_head_starts_ranks_by_spawn(tmp_path):
     (tmp_path/'train.py').write_text(spawn_only+re.sub(' pthread_sigmask| SIGKILL', '', bare)+head) # Python's own spawn needs these on Linux
     out,err = run(sys.executable, tmp_path/'train.py', timeout=220) # five times Python imports all anew

@@ -55,6 +55,7 @@ def below(pid):
     res = [c for c,parent in found if parent==pid]
     return res+[o for c in res for o in below(c)]
 
+@pytest.mark.whole
 @pytest.mark.parametrize('how', ['agent',pytest.param('local', marks=pytest.mark.whole)])
 def test_a_job_that_nobody_reads_and_that_is_suspended(job, tmp_path, how):
     "Longer than an agent may be silent; all processes are continued, in any order"

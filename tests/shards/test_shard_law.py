@@ -9,7 +9,7 @@ from fastai.text.all import AWD_LSTM,TextDataLoaders,awd_lstm_lm_config,language
 from fastai.vision.all import *
 from fastdist import *
 from fastdist.comm.collectives import broadcast_obj,gather_objs
-from compare import cases,difference
+from compare import cases,difference,usual
 from half import halved
 from test_gradients import Penalty
 from test_preds import pictures
@@ -194,7 +194,7 @@ def test_the_law(cases, size): check(size, cases)
 def test_four_ranks(): check(4, {k:ways[k] for k in few}|{k:optimizers[k] for k in ('sgd','adam','larc','lamb')})
 
 @sizes
-@cases(**optimizers)
+@cases(**usual(optimizers, 'momentum', 'adam', 'larc', 'lamb', 'adamw', 'muon'))
 def test_optimizers(cases, size): check(size, cases)
 
 @pytest.mark.parametrize('size', (pytest.param(2, marks=pytest.mark.whole),3))
@@ -242,7 +242,7 @@ moving |= dict(window=case(partial(encoders, write=in_place), cbs=lambda: Gradie
 
 across = [o for o in moving if 'across' in o and o!='in_place across units']
 @sizes
-@cases(**{k:v for k,v in moving.items() if k not in across})
+@cases(**usual({k:v for k,v in moving.items() if k not in across}, 'clipped_too', 'in_place across units', 'new_data after_pred', 'kept'))
 def test_weights_that_are_written(cases, size): check(size, cases)
 
 @pytest.mark.whole

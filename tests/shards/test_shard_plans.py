@@ -66,12 +66,14 @@ def test_units_are_computed_again():
     compare(many, one)
     test_eq([o[4:] for o in many], [(2*one[4],True)]*2)
 
+@pytest.mark.whole
 def test_units_are_compiled():
     ctx,kw = plugin(activation_checkpointing=True)|dict(dynamo_backend='eager'),dict(n=16)
     many,one = on_ranks(lambda rank: fitted(ctx, 4, **kw), join=False),fitted({}, 8, **kw)
     compare(many, one)
     assert all(o[5] for o in many)
 
+@pytest.mark.whole
 def test_parameters_that_each_rank_holds_whole():
     ctx,n = plugin(ignored_modules=r'head|blocks\.1'),25
     runs = [dict(cbs=GradientClip(.1)), dict(opt=partial(Adam, eps=1e-3)), dict(opt=Lamb), dict(opt=partial(OptimWrapper, opt=torch.optim.Adagrad))]

@@ -89,6 +89,7 @@ kinds = dict(ranger=dict(opt=ranger), larc=dict(opt=Larc), wrapped=dict(opt=part
     open_window=window, of_replicas=window|dict(shard=False))
 if not whole_tables: kinds = {k:kinds[k] for k in ('tied','open_window','of_replicas')}
 
+@pytest.mark.whole
 def test_all_kinds(tmp_path):
     "To the bit, with dropout, several optimizers, tied weights, and a window of accumulation that is open where the training goes on"
     def run(rank, kind):

@@ -25,6 +25,7 @@ def undisturbed(n):
 def is_exact(path, n):
     for a,b in zip(numbers(path), undisturbed(n)): test_eq(a, b)
 
+@pytest.mark.whole
 def test_torchrun_starts_it_again(warm, tmp_path):
     out,err = warm(*torchrun('--max-restarts', 3, script, tmp_path), FAULTS='0:raise:12,1:SIGTERM:42,1:kill:60', timeout=150)
     assert 'a bad batch' in err and err.count('rank 1: SIGTERM')==1 and re.search(r'exitcode: -9\b', err), err[-3000:]

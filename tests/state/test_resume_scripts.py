@@ -159,7 +159,7 @@ scripts = dict(fine_tune=(fine_tune, (4,11)), with_more_between=(with_more_betwe
     short=(one_cycle(partial(ShortEpochCallback, .65)), (12,)), other_loader=(one_cycle(OtherLoader), (14,)))
 
 @pytest.mark.parametrize('name', scripts)
-@pytest.mark.by_default('fine_tune', 'learnt_loss', 'trackers', 'windows', 'other_loader')
+@pytest.mark.by_default('fine_tune', 'trackers', 'other_loader')
 def test_it_ends_as_the_undisturbed_run(tmp_path, name):
     f,kills = scripts[name]
     said = survives(f, tmp_path, kills)
@@ -191,6 +191,7 @@ class Own(Callback):
     def state_dict(self): return dict(n=self.n, v=self.v)
     def load_state_dict(self, s): self.n = s['n']
 
+@pytest.mark.whole
 @pytest.mark.parametrize('v', (3, Pair(1, 2)))
 @pytest.mark.by_default('v1')
 def test_a_callback_says_itself_what_it_keeps(tmp_path, v): assert 'Own' not in survives(one_cycle(partial(Own, v)), tmp_path, (14,))

@@ -125,6 +125,7 @@ def test_what_is_done_is_not_done_again(tmp_path, size):
 foreign = dict(model=(dict(width=20),'another model'), data=(dict(n=44),'number of training samples was 43, is 44'), batch=(dict(bs=5),'samples on all ranks together'),
     epochs=(dict(epochs=(4,3)),'number of epochs was 2, is 4'))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', (1,2))
 @pytest.mark.by_default('2')
 def test_a_state_of_another_training_changes_nothing(tmp_path, size):

@@ -94,6 +94,7 @@ def test_batch_norm_of_each_rank_breaks_the_law():
     (ok,text,_),_ = on_ranks(lambda rank: checked(rank, make=partial(small_learner, cbs=Own())), join=False)
     test_eq([ok, verdicts(text)['exactness']], [False,'FAILED'])
 
+@pytest.mark.by_default('fail')
 @pytest.mark.parametrize('f,what', [(fail,'disk full'), (hang,'it did not move for')])
 def test_an_error_and_a_rank_that_is_stuck_are_in_the_report(f, what):
     (ok,text,err),(_,silent,_) = on_ranks(partial(faulty, f=f, timeout=5 if f is hang else 60), join=False)

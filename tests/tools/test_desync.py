@@ -189,6 +189,7 @@ def odd(rank, n, f=noop):
     learn.model = Odd(n)
     return fitted(learn, DesyncCheck(1)) and None if f is noop else found(learn, On(rank==1, 0, f), DesyncCheck(1))
 
+@pytest.mark.whole
 def test_all_dtypes_empty_tensors_and_nan():
     for n in (0,2): on_ranks(lambda rank: odd(rank, n), join=False)
     for k in range(6):

@@ -177,7 +177,7 @@ def compared(cases, path, n, **kw):
 sizes = pytest.mark.parametrize('size', [(2,False), (3,False), (2,True)], ids=['two','three','shards'])
 
 @sizes
-@cases(**usual(wrong, 'own_norm', 'whiten', 'pairs', 'critic', 'clipped', 'skips'))
+@cases(**usual(wrong, 'own_norm', 'critic', 'clipped'))
 def test_what_is_wrong_is_found_at_its_first_step(cases, size, tmp_path):
     res = compared({k:f for k,(f,_) in cases.items()}, tmp_path, size[0], shard=size[1])
     bad = [f'{k}: {res[k]}' for k,(_,what) in cases.items() if res[k].ok or what not in str(res[k])]
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_found_at_its_first_step(cases, size, tmp_path):
 
 @pytest.mark.replicas # it says itself what is in shards, and one of its callbacks uses parameters that small units have let go of
 @sizes
-@cases(**usual(right, 'pooled', 'decay', 'classes', 'dropped', 'blended', 'accumulated'))
+@cases(**usual(right, 'pooled', 'classes', 'accumulated'))
 def test_what_is_right_is_not_named(cases, size, tmp_path):
     n,shard = size
     cases = {k:f for k,f in cases.items() if not shard or k!='ema'} # a model in shards is not copied

@@ -142,7 +142,7 @@ def gap(a, b):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('line,mode', cases)
-@pytest.mark.by_default('bert', 'hf_resnet')
+@pytest.mark.by_default('bert')
 def test_as_in_one_process(line, mode):
     size,ctx = modes[mode]
     drop = None if ctx.get('seed') else dict(ps=0.)

@@ -41,6 +41,7 @@ resumed = [pytest.param(three, 1, [('SIGKILL','after_batch',4,0),('SIGTERM','aft
     pytest.param((mlp,[('fit','fit_one_cycle',2,('csv',)),('validate',),('fit','fit',1,('early',))]), 2, [('raise','before_validate',2,None)], (2,3), True, id='in shards'),
     pytest.param((('mlp','mean','adam','fastai',False,30,False,True),[('fit','fit',2,()),('preds',1)]), 1, [('raise','after_batch',3,0)], (2,3), False, id='in bfloat16')]
 
+@pytest.mark.whole
 @pytest.mark.replicas # it says itself what is in shards
 @pytest.mark.parametrize('script,every,kills,sizes,shard', resumed)
 @pytest.mark.by_default('shards')

@@ -191,6 +191,7 @@ def in_order(ys, n, bs, rank=0):
     set_seed(3)
     return learner((data(n, ys),data(n, ys, 1)), Shaped(3), bs, rank, drop_last=False, shuffle=False)
 
+@pytest.mark.by_default('classes', 'sums', 'several', 'opaque')
 @sizes
 @pytest.mark.parametrize('name', losses)
 def test_losses(name, size):
@@ -222,6 +223,7 @@ def assert_goes_on(pages):
     for epoch in (pages[:half],pages[half:]):
         for (_,y),(x,_) in zip(epoch, epoch[1:]): test_eq(x[:,0], y[:,-1])
 
+@pytest.mark.by_default('True')
 @sizes
 @pytest.mark.parametrize('shuffle', (False,True))
 def test_rows_of_a_language_model(shuffle, size):

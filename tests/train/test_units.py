@@ -210,6 +210,7 @@ def same(mks, **kw):
 @pytest.mark.by_default('transformers')
 def test_gradients_are_those_of_one_process(kind): same(kinds[kind])
 
+@pytest.mark.whole
 @pytest.mark.parametrize('kind', ['text','transformers','others'])
 @pytest.mark.by_default('transformers')
 def test_recomputed_too(kind): same(kinds[kind], again=True)
