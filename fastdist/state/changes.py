@@ -78,9 +78,11 @@ class ModuleVariables:
 _of_import = '__builtins__','__loader__','__spec__','__warningregistry__'
 
 def _attributes(o):
-    "Return the attributes of `o`; how a module was imported, which may lead to all that an import hook knows, and the warnings that it has shown are this process's"
-    res = o.now() if type(o) is ModuleVariables else attributes_of(o)
-    return {k:v for k,v in res.items() if k not in _of_import} if _is_of(o, ModuleType) else res
+    "Return the attributes of `o`; how a module was imported, which may lead to all that an import hook knows, and the warnings that it has shown are this process's, as is the iterator of a loader whose pass was left"
+    res,own = o.now() if type(o) is ModuleVariables else attributes_of(o),()
+    if _is_of(o, ModuleType): own = _of_import
+    if _is_of(o, DataLoader): own = 'it',
+    return {k:v for k,v in res.items() if k not in own} if own else res
 
 def _by_type(table):
     "Return a function from an object to the value in `table` for its type, `None` where it has none"

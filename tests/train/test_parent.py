@@ -297,6 +297,23 @@ def test_what_a_user_reads(n):
     for a,b in zip(two, one): test_close(a, b, 1e-4)
     test_eq(two_others, one_others)
 
+class Generated(list):
+    "Samples over which a generator goes, as over fastai's `Datasets`"
+    def __iter__(self): yield from list.__iter__(self)
+
+def test_an_epoch_that_ends_early():
+    "The pass over the loader that was left is its rank's, and nothing is said of it"
+    def run(**kw):
+        learn = learner()
+        learn.dls.train.dataset = Generated(learn.dls.train.dataset)
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(2, cbs=ShortEpochCallback(.5))
+        return flatten([*learn.model.parameters()])
+    with warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always', UserWarning)
+        two = run(nprocs=2)
+    test_eq([str(o.message) for o in ws if 'stays there' in str(o.message)], [])
+    test_close(two, run(), 1e-4)
+
 class Grows(Callback):
     def before_epoch(self): self.dls.train.bs = 12*(self.epoch+1)
 
