@@ -39,7 +39,7 @@ def goes_on(rank, of, where):
 @pytest.mark.parametrize('where', ['behind','context',*event_names])
 @pytest.mark.parametrize('n,of', [(2,1),(2,0),(3,1)])
 @pytest.mark.parametrize('join', [True,False], ids=['outer','own'])
-@pytest.mark.by_default('behind-2-1-outer', 'behind-3-1-own', 'context-2-0-outer')
+@pytest.mark.by_default('outer-2-1-behind', 'own-3-1-behind', 'outer-2-0-context')
 def test_contexts(where, n, of, join):
     "A rank that alone knew of an error made the process group anew, or sent its model, and waited for others that did not"
     res = on_ranks(partial(goes_on, of=of, where=where), n, join=join, timeout=60)
