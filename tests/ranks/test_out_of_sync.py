@@ -193,7 +193,7 @@ def test_a_rank_that_never_enters_is_named():
         if rank==2: return
         return heard(Job(this_world()).open, 1)
     *res,_ = on_ranks(f, 3, join=False)
-    for how,text in res: assert how in ('TimeoutError','RankError') and 'HINT: every rank has to come there' in text
+    for how,text in res: assert how in ('TimeoutError','RankError') and 'HINT: every rank has to' in text # one may come when another has left
     assert any('for rank 2 to come there' in o[1] for o in res)
 
 def unseeded(rank):

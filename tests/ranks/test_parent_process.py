@@ -194,6 +194,7 @@ def test_a_user_s_own_accelerate_object_is_adopted():
         acc = cpu()
         test_eq((acc.num_processes, acc.process_index, acc.state is not None), (2,rank,True))
         acc.finalize()
+        theirs.wait_for_everyone() # or rank 0's store goes while another still connects
         return theirs.num_processes,has_state(),dist.is_initialized()
     test_eq(on(2, f), [(2,True,True)]*2)
 

@@ -231,6 +231,7 @@ def shown(l):
     return res
 @pytest.mark.whole
 def test_vision_results(): same(vision, shown)
+@pytest.mark.whole
 def test_no_targets(): same(vision, lambda l: (l.fit(1), l.get_preds(dl=l.dls.test_dl(L(range(6)))))[1][0])
 
 # Callbacks of users

@@ -102,6 +102,7 @@ def saved(root, ds_idx, learn):
 
 def in_files(path): return torch.cat([torch.load(o, weights_only=False) for o in sorted(path.iterdir(), key=lambda o: int(o.name))])
 
+@pytest.mark.whole
 @sizes
 def test_saved_preds(size):
     for f,root in (on_one,'one'),(on_all,'many'): f(plain, size, {i:partial(saved, root, i) for i in range(2)}, runs)
@@ -115,6 +116,7 @@ def only_here(learn, error=False):
         if error: 1/0
     return few,all_,learn.get_preds(**all_parts)
 
+@pytest.mark.by_default('True')
 @sizes
 @pytest.mark.parametrize('error', (False,True))
 def test_preds_on_rank0(size, error):
@@ -191,6 +193,7 @@ def masks(n, bs, rank=0):
     set_seed(3)
     return learner((data,data), nn.Conv2d(2, 2, 1), bs, rank, CrossEntropyLossFlat(axis=1))
 
+@pytest.mark.whole
 @sizes
 def test_segmentation_interpretation(size): check(masks, size, dict(losses=lambda o: SegmentationInterpretation.from_learner(o).top_losses()))
 
@@ -288,6 +291,7 @@ def padded(n, bs, rank=0):
 
 def unpadded(preds, n): return [x[:k] for x,(_,k) in zip(preds, sentences(n), strict=True)]
 
+@pytest.mark.by_default('True')
 @sizes
 @pytest.mark.parametrize('reorder', (True,False))
 def test_shapes_that_differ_between_batches(size, reorder):

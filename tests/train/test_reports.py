@@ -15,7 +15,7 @@ few = (37,4),(5,1),(1,1)
 @sizes
 @pytest.mark.parametrize('name', tasks)
 @cases(valid=reports, train_and_valid=partial(reports, train_metrics=True))
-@pytest.mark.by_default('binary-2', 'classes-3', 'regression-2', 'multi-3', 'pixels-2', 'tokens-3')
+@pytest.mark.by_default('classes-3', 'multi-2', 'tokens-3')
 def test_metrics(cases, name, size): check(partial(task, *tasks[name]), size, cases, runs, **exact)
 
 def root_error(p, y): return (p-y).pow(2).mean().sqrt()
