@@ -96,12 +96,14 @@ changes = bs,data,fewer,shuffle,drop,workers,batch_tfm,item_tfm,in_place,new_loa
 @pytest.mark.by_default('data', 'workers', 'new_dls')
 def test_changed_between_epochs(f, size): same_as_alone(size, cbs=at(f))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('event', ('before_train',*(pytest.param(o, marks=pytest.mark.whole) for o in ('after_epoch','after_train','before_validate')),'after_batch'))
 def test_changed_at_any_event(event): same_as_alone(2, cbs=at(bs, event))
 
 def weights(size, learn): train(learn).wgts = np.arange(75)/np.arange(75).sum()
 def part(size, learn): train(learn).partial_n = 30
 
+@pytest.mark.whole
 @pytest.mark.parametrize('f,mk', [(weights, own(cls=WeightedDL, shuffle=True, num_workers=0)), (part, own(cls=PartialDL, partial_n=50, num_workers=0)),
     (bs, own(cls=TfmdDL, shuffle=True, drop_last=True))])
 @pytest.mark.by_default('weights', 'part')
@@ -133,6 +135,7 @@ def twice(size, ctx):
             with learn.distrib_ctx() if ctx else nullcontext(): learn.fit(1)
     return learn.steps,learn.dls.train.epoch
 
+@pytest.mark.whole
 def test_its_state_outlives_the_context(): test_eq(on_ranks(lambda rank: twice(2, True), join=False), [twice(1, False)]*2)
 
 class Lines(IterableDataset):
@@ -182,6 +185,7 @@ def by_batch(size, ctx, mk):
     with learn.distrib_ctx() if ctx else nullcontext(), learn.no_logging(), learn.no_bar(): learn.fit(2)
     return torch.cat([o.detach().flatten() for o in learn.model.parameters()]),learn.steps,learn.recorder.values
 
+@pytest.mark.whole
 @pytest.mark.parametrize('name,size', [(k, 2+i%2) for i,k in enumerate(unsized)])
 @pytest.mark.by_default('torch-2', 'short-3')
 def test_a_learner_that_asks_for_no_length(name, size):
@@ -223,13 +227,14 @@ kinds = dict(default=own(cls=TfmdDL, shuffle=True, drop_last=True), persistent=o
 
 @pytest.mark.parametrize('name', kinds)
 @forked_workers() # in one process too: from Python 3.14 on its data workers would not know what only this process has
-@pytest.mark.by_default('default', 'torch_persistent', 'torch_weighted', 'batch_sampler', 'counting')
+@pytest.mark.by_default('default', 'torch_weighted', 'batch_sampler')
 def test_kinds_of_loaders(name): same_as_alone(3 if name in ('default','torch_weighted','batch_sampler') else 2, mk=kinds[name])
 
 def larger(size, learn): train(learn).batch_sampler.batch_size = 24//size
 def weights_of(size, learn): train(learn).sampler.weights = torch.ones(n)
 def collate(size, learn): train(learn).collate_fn = lambda b: tuple(torch.stack(o)*3 for o in zip(*b))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('f', (larger,weights_of,collate))
 @pytest.mark.by_default('larger', 'collate')
 def test_torch_loaders_changed(f): same_as_alone(2, cbs=at(f), mk=torchs(sampler=weighted))
@@ -317,6 +322,7 @@ def pids(size):
 class Where(Rows):
     def __getitem__(self, i): return self.x[i],torch.tensor([self.y[i].item(),os.getpid()])
 
+@pytest.mark.whole
 def test_workers_persist_where_nothing_changes(): test_eq(on_ranks(lambda rank: pids(2), join=False), [1,1])
 
 class Packed(Callback):

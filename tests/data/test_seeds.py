@@ -280,6 +280,7 @@ whole = dict(one=changed(lambda x: x*np.random.normal()),
     collate=changed(noop, cls=Collates), torchs=changed(noop, cls=TorchLoader, collate_fn=collate), rank0=rank0,
     talks=net(flat(nn.Dropout), cbs=Talks), flat=changed(lambda x: x*torch.rand(x.numel()).view(x.shape)),
     inner=changed(lambda x: x*torch.rand(3, len(x)*16, 16).view(3, -1, 16, 16).transpose(0, 1)))
+@pytest.mark.whole
 @sizes
 @cases(**usual(whole, 'one', 'collate', 'rank0', 'inner'))
 def test_what_is_drawn_once_for_a_batch(cases, size): same_on(cases, (size,))
@@ -334,6 +335,7 @@ escaping = dict(permutation=(changed(lambda x: x[np.random.permutation(len(x))])
     rows=(changed(lambda x: tripled(x, torch.randint(len(x), (2,)))),'the callback Changes'), own=(net(flat(), cbs=OwnNumbers),'the callback OwnNumbers'), block=(net(conv(DropBlock)),'the model'),
     order=(changed(in_random_order),'the callback Changes'), transform=(vision(batch=[in_random_order]),'a batch transform'))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('mk,who', escaping.values(), ids=escaping)
 @pytest.mark.by_default('permutation', 'block')
 def test_a_sample_that_depends_on_the_numbers_of_others_is_refused(mk, who): assert f'You set a seed, and {who} {each}' in refused(mk)
@@ -410,6 +412,7 @@ def test_activations_that_are_computed_again():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True, **kw)
     for r in on_each(dict(encoder=sequences['encoder']), 2, fsdp_plugin=plugin): assert all(near(r['encoder'][k], one['encoder'][k]) for k in ('weights','losses'))
 
+@pytest.mark.whole
 def test_a_comparison_under_a_seed_includes_what_is_random(tmp_path):
     res = compared(models['Dropout'], tmp_path)
     assert res.ok and not any(o.random for o in res.rows if o.name!='Recorder.start_epoch'), res

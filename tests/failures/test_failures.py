@@ -46,6 +46,7 @@ def test_the_cause_comes_first_and_alone(warm, tmp_path, cmd, rank, times):
     assert f'[rank{rank}]: Traceback' in before or f'local_rank: {rank}' in before
     assert f'[rank{1-rank}]' not in before and not processes(tmp_path)
 
+@pytest.mark.whole
 def test_ctrl_c_ends_all(start, tmp_path):
     p = start(*by_torchrun, tmp_path)
     trains(tmp_path, p)

@@ -112,11 +112,11 @@ def test_an_error_in_a_data_worker_has_at_most_15_lines_and_the_user_s_last(warm
     learn = 'learn = Learner(dls, nn.Linear(3,2), loss_func=CrossEntropyLossFlat())'
     path = tmp_path/'broken.py'
     path.write_text('\n'.join([broken, broken_fits[where], learn, fit, '']))
-    _,err = warm(*(['torchrun','--nproc_per_node','2'] if how=='torchrun' else [sys.executable]), path, rc=1)
+    _,err = warm(*(torchrun(path) if how=='torchrun' else [sys.executable,path]), rc=1)
     lines = [re.sub(r'^\[rank\d\]: ?', '', o) for o in err.splitlines() if o.strip()]
     begin,end = lines.index('Traceback (most recent call last):'),lines.index('ValueError: number 21 is broken')
     shown = lines[begin:end+1]
     assert len(shown)<=15 and shown[-4].endswith('in encodes' if where=='transform' else 'in __getitem__'), err
     assert not [o for o in shown if 'File' in o and str(path) not in o], err
     if how=='nprocs': test_eq(lines, shown)
-    else: test_eq((sum('rank 0 ends' in o or 'rank 1 ends' in o for o in lines), err.count('Original Traceback')), (1,1))
+    else: assert sum('rank 0 ends' in o or 'rank 1 ends' in o for o in lines)<=1 and err.count('Original Traceback')==1, err # torchrun may end the other rank first

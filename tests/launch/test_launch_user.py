@@ -180,6 +180,7 @@ def test_a_script_that_its_data_workers_run_again_does_not_join_twice(warm):
     assert 'You start processes from a script without a guard' in err and "below `if __name__=='__main__':`" in err
     assert 'bootstrapping' not in err, err
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_the_head_shows_the_error_of_a_rank_once():
     _,err = script(broken+head, rc=1)

@@ -24,6 +24,7 @@ def check(source, path):
     assert (a['seen'],b['seen'])==(500,500)
     assert (a['left'],b['left'])==(0,0)
 
+@pytest.mark.whole
 def test_torchrun(tmp_path):
     out = output(start(*torchrun(script, tmp_path)))
     check('torchrun', tmp_path)

@@ -109,6 +109,7 @@ def finished(job, env, secs, out='out'):
     await_that(lambda: state(job, env) not in ('PENDING','CONFIGURING','RUNNING','COMPLETING'), secs)
     return state(job, env),text(out)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('name,source', [('torchrun','torchrun'), pytest.param('ranks','srun', marks=pytest.mark.whole)])
 def test_a_script_trains_on_two_nodes(cluster, name, source):
     job = submit(f'--chdir {script.parent} {script.parent}/{name}.sbatch', cluster)

@@ -29,6 +29,7 @@ def small(tmp_path_factory):
     tmp = f'{d}/'.ljust(100, 'x')
     return lambda *cmd: run('unshare', '--mount', '--uts', '--net', 'bash', '-c', f'cd {d}{place}', 'bash', *cmd, TMPDIR=tmp)
 
+@pytest.mark.whole
 def test_two_ranks_with_data_workers_train(small):
     out,_ = small(sys.executable, examples/'digits.py')
     assert re.search(r'^accuracy: 0\.9', out, re.M), out[-2000:]

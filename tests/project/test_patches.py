@@ -58,6 +58,7 @@ def test_what_importing_changes_is_in_the_table(imported):
 def test_what_only_shards_need_is_not_imported(imported):
     assert len(imported[2])>1000 and not (early := [o for o in imported[2] if o.startswith(('torch.distributed.fsdp','torch.distributed.tensor','torch._dynamo','sympy'))]), early
 
+@pytest.mark.whole
 def test_what_the_table_says_of_importing_is_so(imported):
     at_import = [n for ns,where in rows() for n in ns if re.fullmatch(r'(`[\w.]+`(, )?)+', where) and n!='os.register_at_fork']
     assert len(at_import)>20, at_import

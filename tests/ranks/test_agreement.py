@@ -60,6 +60,7 @@ def test_ranks_go_on_alike_after_an_error(event, size):
     first,*others = on_ranks(run, size, timeout=60)
     assert all(o==first for o in others)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('join', (False,True), ids=('own','of the process'))
 @pytest.mark.parametrize('size', (2,3))
 @pytest.mark.by_default('2-own')
@@ -95,6 +96,7 @@ class Begun(Callback):
     def before_batch(self):
         if self.training and not self.train_iter: self.values = [o.tolist() for o in self.model.parameters()]
 
+@pytest.mark.whole
 @pytest.mark.replicas
 @pytest.mark.parametrize('overtaken,source', [((0,),1), ((0,1),2), ((0,1,2),0)])
 @pytest.mark.by_default('overtaken2')
@@ -136,6 +138,7 @@ def test_a_callbacks_decision_is_everybodys_at_the_same_step(what, event):
 
 class Undeclared(Opinion): decides = False
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', (2,3))
 @pytest.mark.parametrize('cb', (Undeclared,Opinion))
 def test_a_declared_and_an_undeclared_decision_are_the_same(cb, size):
@@ -181,6 +184,7 @@ class MayCancel(Callback):
     def after_loss(self):
         if self.loss>1e9: raise CancelBatchException
 
+@pytest.mark.whole
 def test_who_may_cancel_before_the_exchange_costs_nothing():
     test_eq(per_step(MayCancel), per_step(Count))
     test_eq(on_ranks(lambda rank: votes(rank, MayCancel), 3, join=False), [(0,5)]*3)

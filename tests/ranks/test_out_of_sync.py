@@ -83,6 +83,7 @@ def held(rank, what, event, ranks, bs):
 
 spots = [(CancelBatchException,'before_batch'), (CancelBatchException,'after_loss'), (CancelEpochException,'after_batch'), (CancelFitException,'before_batch')]
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', [2,3])
 @pytest.mark.parametrize('what,event', spots)
 @pytest.mark.by_default('after_loss', 'after_batch')

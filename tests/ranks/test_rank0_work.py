@@ -60,6 +60,7 @@ def test_tensorboard(alone, kw):
 
 def traced(rank, folder, **kw): return trained(rank, TensorBoardCallback(log_dir=folder, log_preds=False), **kw)
 
+@pytest.mark.whole
 @pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 def test_tensorboard_traces_on_rank_0():
     "The trace takes a batch of the training loader, so the next order is another one, in one process and on ranks"
@@ -98,6 +99,7 @@ class Logged(Callback):
         found = {type(cb).__name__:init_args(cb) for cb in self.learn.cbs if type(cb).__module__.startswith('fastdist.')}
         self.found = sorted(found),[(k,n,v) for k,d in found.items() for n,v in d.items() if not isinstance(v, (bool,int,float,str,list,tuple,Path,type(None)))]
 
+@pytest.mark.whole
 @pytest.mark.parametrize('kw', [dict(), dict(shard=True)], ids=['replicas','shards'])
 @pytest.mark.by_default('shards')
 def test_trackers_log_no_object_of_ours(kw):
@@ -151,6 +153,7 @@ def test_evaluation_after_an_epoch(alone, look):
     if look in (inner_preds,preds): test_eq(a, [[12,12]]*2)
     if look is validate: test_close(a, [o[1:] for o in alone[0][1]], 1e-5)
 
+@pytest.mark.whole
 @pytest.mark.replicas # rank 0 alone cannot make a forward pass in shards
 @pytest.mark.parametrize('event', ['before_fit','after_train','before_validate','after_validate','after_fit'])
 @pytest.mark.by_default('after_validate')
@@ -180,6 +183,7 @@ def after(rank, who, group):
     learn.export(f'{rank}.pkl')
     return preds(learn),validate(learn),show(learn),predict(learn),learn.recorder.values
 
+@pytest.mark.whole
 @pytest.mark.parametrize('group', [False,True])
 @pytest.mark.parametrize('who', [0,1])
 @pytest.mark.by_default('1-True')

@@ -217,6 +217,7 @@ def on_all(learn, rank):
         with torch.no_grad(): f()
     for event in ('before_batch','after_pred','after_backward','after_batch'): learn.fit(1, cbs=At(event, lambda learn: learn.model(x)))
 
+@pytest.mark.whole
 def test_all_ranks_together(): test_eq([o[:2] for o in on_ranks(lambda rank: lone(rank, on_all), 3, join=False, timeout=100)], [(('went on',''),True)]*3)
 
 def inner(learn, rank): learn.model[2].lin(torch.zeros(2,9))
@@ -359,6 +360,7 @@ def hybrid_fails(rank):
         learn.fit(1)
     return mesh.shape,how,traces(learn.model)==before,whole(learn)
 
+@pytest.mark.whole
 def test_hybrid():
     "A rank of one node fails in its backward pass, in which ranks wait for those of their node, and nodes for each other"
     for r,(mesh,(how,text),bare,ws) in enumerate(res := on_ranks(on_nodes(hybrid_fails), 4, join=False, timeout=50)):

@@ -55,6 +55,7 @@ def written(rank, opt, prepare):
         inside = saved(learn),saved(learn, with_opt=False)
     return inside,(saved(learn),saved(learn, with_opt=False)),learn.model.state_dict()
 
+@pytest.mark.whole
 @pytest.mark.parametrize('opt,prepare,size', [('sgd','inside',3),('adam','frozen',2),('ranger','before',3),('wrapper','frozen',3)])
 @pytest.mark.by_default('ranger')
 def test_the_bytes_of_a_plain_save(opt, prepare, size):
@@ -123,6 +124,7 @@ def test_text_files(what):
     want = text(0, what)
     for got in on_ranks(lambda rank: text(rank, what, 2), join=False): assert got==want
 
+@pytest.mark.whole
 def test_state_dicts_of_a_user():
     "Prefixed names, modules of the model, other sizes, `assign`, dtypes, rows that were unsharded by a forward pass"
     def f(rank):
@@ -209,6 +211,7 @@ def test_kept_in_shards(opt):
         for k in a: np.testing.assert_allclose(a[k][-1], b[k][-1], atol=1e-5)
         assert all('outside of' in o and 'HINT: `with learn.distrib_ctx(shard=True)' in o for o in why), why
 
+@pytest.mark.whole
 def test_kept_by_other_ranks():
     def f(rank):
         learn = net_learner()
@@ -222,6 +225,7 @@ class Saver(Callback):
     rank0_only = True
     def after_epoch(self): self.learn.save('x')
 
+@pytest.mark.whole
 def test_saving_on_rank_0_alone():
     def f(rank):
         learn = net_learner()
@@ -306,6 +310,7 @@ def test_nothing_is_left(how): on_ranks(lambda rank: cleaned(rank, how, odd()), 
 @pytest.mark.whole
 def test_nothing_is_left_on_recurrent_models(): on_ranks(lambda rank: cleaned(rank, 'fitted', language_model()), join=False)
 
+@pytest.mark.whole
 @pytest.mark.replicas # it says itself what is in shards
 def test_distributed_from_a_head(monkeypatch):
     "A Learner of the head is in shards on the ranks, and returns whole; in a function too"
@@ -334,6 +339,7 @@ def test_distributed_from_a_head(monkeypatch):
     assert res[0][:2]==res[1][:2] and flat(res[0][2].state_dict())==res[0][0]
     saved(learn)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('whole', [True,False])
 @pytest.mark.by_default('False')
 def test_the_type_of_a_state_dict(whole):
@@ -371,6 +377,7 @@ def left(rank):
     with ctx(learn): learn.fit(1, .01)
     return [o for o in Path('/proc/self/task').glob('*/comm') if 'gloo' in o.read_text()],len(os.listdir('/dev/fd'))-before
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', [2,3])
 def test_no_process_group_is_left(size):
     "torch's caches hold meshes, and a thread of gloo that outlives its group may end the process when Python shuts down"

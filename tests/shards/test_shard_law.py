@@ -187,7 +187,7 @@ few = 'evaluated shown streamed uneven norm window tuned few steps'.split()
 
 @pytest.mark.slow
 @sizes
-@cases(**ways)
+@cases(**usual(ways, *few, 'window', 'frozen', 'cycle', 'language', 'bf16'))
 def test_the_law(cases, size): check(size, cases)
 
 @pytest.mark.whole
@@ -241,6 +241,7 @@ moving |= dict(window=case(partial(encoders, write=in_place), cbs=lambda: Gradie
     kept=case(partial(encoders, write=new_data), fsdp_plugin=whole_between))
 
 across = [o for o in moving if 'across' in o and o!='in_place across units']
+@pytest.mark.whole
 @sizes
 @cases(**usual({k:v for k,v in moving.items() if k not in across}, 'clipped_too', 'in_place across units', 'new_data after_pred', 'kept'))
 def test_weights_that_are_written(cases, size): check(size, cases)

@@ -60,6 +60,7 @@ def compare(many, one, eps=(1e-5,1e-6,1e-5,1e-6)):
 
 def plugin(version=2, **kw): return dict(shard=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, **kw))
 
+@pytest.mark.whole
 def test_units_are_computed_again():
     ctx,kw = plugin(activation_checkpointing=True),dict(n=48, mk=partial(Net, True), cbs=GradientClip(.1))
     many,one = on_ranks(lambda rank: fitted(ctx, 4, **kw), join=False),fitted({}, 8, **kw)
@@ -102,6 +103,7 @@ class Losses(Callback):
     def after_batch(self):
         if self.training: self.both.append((float(self.learn.loss), F.cross_entropy(self.pred.detach(), self.y).item(), self.pred.dtype))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('reduce', (None,torch.float32))
 @pytest.mark.parametrize('bn', (False,True))
 @pytest.mark.by_default('reduce1')

@@ -161,6 +161,7 @@ class AwaitsStates(Callback):
     def before_batch(self):
         self.learn.checkpoint.writer.wait()
 
+@pytest.mark.whole
 def test_a_disk_that_one_rank_cannot_write_to(tmp_path):
     "The training goes on, the state before stays, and the next is written"
     def run(rank):
@@ -178,6 +179,7 @@ def test_a_disk_that_one_rank_cannot_write_to(tmp_path):
     assert n==m>2 and len(said)==len(own)==1 and 'rank 1 could not write its part' in said[0], (said,own,n,m)
     test_eq(sorted(o.name[:6] for o in (tmp_path/'states').iterdir()), ['.lock',*(f'{i:06d}' for i in (n-2,n-1))])
 
+@pytest.mark.whole
 def test_a_folder_that_not_all_ranks_see(tmp_path):
     def run(rank):
         if rank: StateWriter.sees = lambda self, folder: False

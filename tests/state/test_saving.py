@@ -157,6 +157,7 @@ def on_own_disk(rank):
     for name in ('models/best.pth','models/a.pth','m.pkl'): (learn.path/name).write_text('old')
     return learn
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', [2,3])
 def test_nodes_without_a_shared_disk(size):
     "What is saved inside the context lies on each node, and is loaded there"
@@ -174,6 +175,7 @@ def test_nodes_without_a_shared_disk(size):
     res = on_ranks(f, size, join=False)
     for o in res: test_eq(o, [res[0][0]]*3)
 
+@pytest.mark.whole
 def test_nodes_without_a_shared_disk_behind_the_context():
     "Nobody waits to write there, so the rank that does not see the file is named by the load"
     def f(rank):
@@ -186,6 +188,7 @@ def test_nodes_without_a_shared_disk_behind_the_context():
     test_eq(mine, (None,None))
     for kind,msg in (o for two in others for o in two): assert kind=='FileNotFoundError' and 'does not see what rank 0 wrote' in msg and 'disk' in msg
 
+@pytest.mark.whole
 def test_nodes_without_a_shared_disk_in_shards():
     "A rank has no whole model to write there, and says so at once"
     def f(rank):
@@ -197,6 +200,7 @@ def test_nodes_without_a_shared_disk_in_shards():
             return len(told)
     test_eq(on_ranks(f, 2, join=False), [0,1])
 
+@pytest.mark.whole
 def test_files_of_one_name_in_two_folders_behind_the_context():
     "Each is awaited by its own path"
     def f(rank):
@@ -239,6 +243,7 @@ def test_export_to_an_open_file():
         return 0
     test_eq(on_ranks(f, 2, join=False, timeout=60), [0,0])
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', [2,3])
 def test_export_and_load_behind_the_context(size):
     "Ranks read what rank 0 has written, however long that takes"
@@ -265,6 +270,7 @@ def exported_in_vain(rank, fname, dir):
         learn.fit(1)
     return err
 
+@pytest.mark.whole
 @pytest.mark.parametrize('fname,dir,why', [('full','/dev','No space left'), ('x.pkl','a_file','Not a directory'), ('x.pkl','missing','No such file'), ('a_dir','.','Is a directory')])
 @pytest.mark.by_default('full', 'missing')
 def test_an_export_that_fails_is_everybodys_error(fname, dir, why):
@@ -332,6 +338,7 @@ def test_the_best_model(size):
     test_eq(set(saved), {'model','opt'})
     test_eq(list(saved['model'].values()), ws)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('kw,names', [(dict(every_epoch=True),['model_0.pth','model_1.pth','model_2.pth']), (dict(every_epoch=2, fname='e'),['e_0.pth','e_2.pth']),
     (dict(at_end=True, fname='end'),['end.pth'])])
 @pytest.mark.by_default('kw0')
@@ -339,6 +346,7 @@ def test_each_epoch_and_the_end(kw, names):
     res = on_ranks(lambda rank: (tracked(rank, **kw)[1],files('models')), join=False)
     test_eq(res, [(f'models/{names[-1]}',names)]*2)
 
+@pytest.mark.whole
 def test_outside_a_context_nobody_waits():
     def f(rank):
         learn = tabular()
@@ -418,6 +426,7 @@ def guarded(rank):
             res.append(L(get().model.parameters())[0].unique().tolist())
     return res
 
+@pytest.mark.whole
 @pytest.mark.replicas # one rank alone cannot write what is in shards
 @pytest.mark.parametrize('size', [2,3,4])
 def test_behind_a_guard(size):
@@ -444,6 +453,7 @@ class Keeper(Callback):
     def after_epoch(self): self.learn.save('kept')
     def after_fit(self): self.learn.load('kept')
 
+@pytest.mark.whole
 @pytest.mark.replicas # one rank alone cannot do it in shards
 def test_a_callback_of_rank_0():
     def f(rank):
@@ -643,6 +653,7 @@ def exported(rank, when):
 @cache
 def not_exported(): return on_ranks(lambda rank: exported(rank, None), join=False)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('when', ['before_fit','before_batch','after_pred','after_step','after_batch','after_train','before_validate','after_epoch','after_fit'])
 @pytest.mark.by_default('before_batch')
 def test_training_goes_on_after_an_export(when):

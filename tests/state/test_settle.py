@@ -99,6 +99,7 @@ class Count(Callback):
     def __init__(self, done): self.done = done
     def before_batch(self): self.model.n = self.train_iter+self.done
 
+@pytest.mark.whole
 @pytest.mark.parametrize('at', [1,4,6,7])
 @pytest.mark.by_default('4')
 def test_parameters_that_are_used_late(at): check(3, Branches, at, cbs=Count)
@@ -115,12 +116,14 @@ def test_parameters_that_some_rank_does_not_use(size):
     "A state between two such batches, after which the fit has to look for them as before"
     check(size, Experts, 4, cbs=Count)
 
+@pytest.mark.whole
 def test_sparse_gradients(): check(3, Sparse, 4, opt=SGD, lr=.5) # plain SGD makes little of a last digit
 
 @pytest.mark.parametrize('at', [1,5])
 @pytest.mark.whole
 def test_four_ranks_and_a_state_of_the_first_step(at): check(4, Odd, at)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('options', [dict(bucket_cap_mb=.01), dict(comm_hook='fp16')])
 @pytest.mark.by_default('options1')
 def test_options_of_ddp(options): check(3, mlp, 4, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
@@ -139,6 +142,7 @@ class Thaw(Callback):
 @pytest.mark.parametrize('at', [1,3,5])
 def test_wrappers_that_are_made_later(at): check(3, mlp, at, cbs=Thaw)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size,options', [(2,{}), (3,dict(find_unused_parameters=True))])
 @pytest.mark.by_default('3-options1')
 def test_buckets_that_stay_as_they_are(size, options):

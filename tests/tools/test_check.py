@@ -115,6 +115,7 @@ def test_ranks_that_are_fewer_than_wanted():
     test_eq([ok, verdicts(text)], [False,dict(ranks='FAILED')])
     assert '2 where --nprocs 4 asked for another number' in text and 'HINT: let the launcher start as many' in text
 
+@pytest.mark.whole
 @pytest.mark.launcher
 def test_the_console_script_in_one_process():
     out,_ = run(bin_/'fastdist-check', rc=1, ACCELERATE_USE_CPU='True', MASTER_PORT='29500')

@@ -113,6 +113,7 @@ def test_gradients_that_a_rank_changes():
 
 # Once an epoch
 
+@pytest.mark.whole
 @pytest.mark.replicas
 def test_without_asking(size=3):
     for who in (0,2):
@@ -132,6 +133,7 @@ class EMA(Callback):
 averages = pytest.param(dict(cbs=[EMA()]), marks=pytest.mark.replicas)
 alikes = averages,dict(cbs=[GradientClip(.1),SaveModelCallback()]),dict(mk=lambda: halved(digits(), init_scale=2.**30))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('kw', alikes)
 @pytest.mark.by_default('kw0')
 def test_callbacks_that_do_alike(kw):
@@ -162,6 +164,7 @@ others = dict(callback=dict(cbs=[GradientAccumulation(64)]), steps=dict(gradient
     ranger=dict(mk=lambda: digits(opt_func=ranger)), bf16=dict(mk=lambda: halved(digits(), 'bf16')), fp16=dict(mk=lambda: halved(digits(), init_scale=2.**30)),
     collab=dict(mk=collab), text=dict(mk=language_model), ragged=dict(mk=lambda: digits(dls_kw=dict(drop_last=False))))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('k', others)
 @pytest.mark.by_default('steps')
 def test_no_false_alarm_elsewhere(k): on_ranks(lambda rank: alike(rank, **others[k], cpu=True), join=False)
@@ -174,6 +177,7 @@ def tuned(rank):
         learn.lr_find(num_it=5, show_plot=False)
         learn.fit_one_cycle(1, slice(1e-4,1e-2))
 
+@pytest.mark.whole
 def test_frozen_layers_and_schedules(): on_ranks(tuned, join=False)
 
 class Odd(nn.Module):

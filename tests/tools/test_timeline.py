@@ -72,10 +72,12 @@ def check(res, where, late):
 @pytest.mark.by_default('data', 'backward')
 def test_the_late_rank_is_named(where): check(on_ranks(lambda rank: says(rank, where, 1), 2, join=False), where, 1)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size,late', ((3,0),(4,2)))
 @pytest.mark.by_default('3-0')
 def test_on_more_ranks(size, late): check(on_ranks(lambda rank: says(rank, 'forward', late), size, join=False), 'forward', late)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('where', ('data','backward'))
 @pytest.mark.by_default('backward')
 def test_in_shards(where): check(on_ranks(lambda rank: says(rank, where, 0, shard=True), 2, join=False), where, 0)
@@ -238,6 +240,7 @@ others = dict(nested=(lambda: [Validates()],24), cancel_epoch=(lambda: [Ends(Can
     cancel_fit=(lambda: [Ends(CancelFitException)],5), cancel_batch=(lambda: [Ends(CancelBatchException, 'before_batch')],24),
     accumulates=(lambda: [GradientAccumulation(32)],24))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('k', [*others, pytest.param('rank0', marks=pytest.mark.replicas)])
 @pytest.mark.by_default('nested', 'accumulates')
 def test_what_callbacks_do(k):
@@ -247,6 +250,7 @@ def test_what_callbacks_do(k):
         assert least>0 and (table[['forward','backward']]>0).all(None) and (table>=0).all(None)
         assert all(o[1]>=0 for o in heads)
 
+@pytest.mark.whole
 def test_a_ragged_last_batch():
     mk = lambda: digits(250, bs=8, dls_kw=dict(drop_last=False))
     for steps,least,*_ in on_ranks(partial(rows_of, learn=mk), 3, join=False): test_eq((steps,least>0), (18,True))

@@ -229,6 +229,7 @@ def test_a_seed_lets_all_be_compared(size, tmp_path):
     cases = dict(dropped=dropped, noise=lambda: learner(after_batch=noisy))
     for res in compared(cases, tmp_path, size, seed=42).values(): assert res.ok and not any(o.random and o.name in ('loss','0.weight') for o in res.rows), str(res)
 
+@pytest.mark.whole
 def test_who_draws_is_named(tmp_path):
     class Noise(Callback):
         def before_batch(self): self.learn.xb = (noisy(self.x),)
@@ -273,6 +274,7 @@ class OfScript(Callback):
         self.oc.step()
         self.oc.zero_grad()
 
+@pytest.mark.whole
 def test_a_model_is_found_through_its_optimizer(tmp_path):
     res, = compared(dict(it=lambda: learner(cbs=OfScript())), tmp_path, 2).values()
     assert res.first.name.startswith('OfScript.oc') and not res.ok, str(res)
@@ -281,12 +283,14 @@ class Features(Callback):
     "Holds what the last batch gave, which ranks have a part of each"
     def after_pred(self): self.last = self.pred.detach()
 
+@pytest.mark.whole
 def test_samples_of_a_batch_are_put_together(tmp_path):
     res, = compared(dict(it=lambda: learner(cbs=Features())), tmp_path, 2).values()
     assert res.ok and any(o.name=='Features.last' for o in res.compared), str(res)
 
 # What a loader gives
 
+@pytest.mark.whole
 def test_other_samples_begin_with_the_loader(tmp_path):
     for n in (1,2):
         def run(rank):

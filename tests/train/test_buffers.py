@@ -97,10 +97,12 @@ def test_ranks_share_buffers_wherever_training_ends(kw):
     (one,*_),*others = ranks(lambda: body(Ema(), Masked()), 3, **kw)
     for o,*_ in others: assert all(torch.equal(o[k], v) for k,v in one.items())
 
+@pytest.mark.whole
 def test_other_buffers_are_named_beside_instance_norms():
     res = ranks(lambda: body(inst(), Ema()), 2)[0][2]
     test_eq([o.split(' by ')[0] for o in res if 'forward pass' in o], ['The forward pass changes 1.running_mean, 1.running_var, 2.mean'])
 
+@pytest.mark.whole
 def test_instance_norms_that_do_not_train_are_not_named():
     class Frozen(Callback):
         order = TrainEvalCallback.order+1
@@ -119,6 +121,7 @@ def test_a_loss_with_buffers():
     test_eq(res[0][0], res[1][0])
     test_eq([len([o for o in said if 'loss_func.scale' in o]) for _,said in res], [1,0])
 
+@pytest.mark.whole
 def test_batch_norms_that_were_left_alone_are_not_named():
     for _,_,said in ranks(lambda: body(nn.BatchNorm1d(3), Masked()), 2, sync_bn=False): test_eq(said, [])
 

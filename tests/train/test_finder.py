@@ -44,10 +44,12 @@ def check(size, tol=1e-5, **kw):
 @sizes
 def test_as_one_process(size): test_eq(check(size, suggest_funcs=(valley,minimum,steep)), 20)
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('kw', [dict(), dict(dls_kw=dict(drop_last=False))], ids=['full','ragged'])
 def test_several_epochs(size, kw): test_eq(check(size, n=110, **kw), 20)
 
+@pytest.mark.whole
 def test_as_many_steps_as_the_loader_has(): test_eq(check(2, num_it=24), 24)
 
 @sizes
@@ -55,6 +57,7 @@ def test_stops_where_the_loss_diverges(size):
     n = check(size, 1e-3, start_lr=1e-4, end_lr=1e4, num_it=60)
     assert 10<n<60
 
+@pytest.mark.whole
 def test_goes_on_where_it_diverges(): test_eq(check(2, 1e-3, start_lr=1e-4, end_lr=1e2, num_it=30, stop_div=False), 30)
 
 # What is left behind
@@ -78,6 +81,7 @@ def before_and_after(rank, size, before):
     test_eq([a==b for a,b in zip(states(learn), old)], [True]*2)
     return 'grad_avg' in old[1][0],any(p.grad is not None and p.grad.any().item() for p in learn.model.parameters())
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('before', [noop,Learner.create_opt,fit], ids=['none','created','fitted'])
 @pytest.mark.by_default('created', 'fitted')
@@ -114,6 +118,7 @@ def searched(size, nw, times, stop):
 
 no_workers,diverges = dict(num_workers=0),dict(start_lr=1e-2, end_lr=1e4)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size,nw,times,stop', [(2,dict(),1,dict()), (2,no_workers,2,diverges), (3,no_workers,2,dict())], ids=['workers','diverges','three'])
 @pytest.mark.by_default('workers')
 def test_a_later_fit_is_that_of_one_process(size, nw, times, stop):
@@ -130,6 +135,7 @@ def test_hypers_are_those_of_one_process():
     one = f(0, 1)
     for o in on_ranks(partial(f, size=2), join=False): test_eq(o, one)
 
+@pytest.mark.whole
 def test_no_file_and_one_plot():
     def f(rank):
         learn = make(2)
@@ -137,12 +143,14 @@ def test_no_file_and_one_plot():
         return plt.get_fignums(),[str(o) for o in Path('.').rglob('*')]
     test_eq(on_ranks(f, join=False), [([1],[]),([],[])])
 
+@pytest.mark.whole
 def test_plot_without_suggestions():
     def f(rank):
         learn = make(2)
         return find(learn, show_plot=True, suggest_funcs=None),len(plt.get_fignums())
     test_eq(on_ranks(f, join=False), [(None,1),(None,0)])
 
+@pytest.mark.whole
 def test_other_learners():
     def f(rank):
         set_seed(1)

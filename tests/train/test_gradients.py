@@ -55,6 +55,7 @@ class NewModel(Callback):
         if opt: self.learn.create_opt()
         self.learn.opt.set_hypers(lr=.05)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('event,opt,size', [('before_epoch',True,2), ('before_train',True,3), ('before_batch',True,3), ('before_batch',False,2), ('before_epoch',False,3)])
 @pytest.mark.by_default('before_train')
 def test_another_model(event, opt, size): compare(learner, lambda: NewModel(event, opt), size)
@@ -99,6 +100,7 @@ def three_fits(bs, ctx, first, then):
     return torch.cat(res).tolist()
 
 window = partial(GradientAccumulation, 24)
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('first,then', [(window,noop), (window,window), (window,EveryOther), (EveryOther,noop)])
 @pytest.mark.by_default('first1', 'EveryOther-noop')
@@ -115,11 +117,13 @@ def doubles():
 class Doubles(Data):
     def __getitem__(self, i): return self.x[i].double(),self.y[i]
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('loss', [CrossEntropyLossFlat,LabelSmoothingCrossEntropyFlat])
 @pytest.mark.by_default('LabelSmoothing')
 def test_double_precision(loss, size, doubles): compare(partial(learner, data=Doubles, loss=loss), size=size)
 
+@pytest.mark.whole
 @sizes
 def test_parameters_without_elements(size): compare(partial(learner, model=Empties), size=size)
 
@@ -136,6 +140,7 @@ def frozen(bs):
     learn.freeze()
     return learn
 
+@pytest.mark.whole
 @sizes
 @kws
 @pytest.mark.by_default('kw1')
@@ -155,6 +160,7 @@ def with_loss(bs, opt=partial(SGD, mom=.9), **kw):
     loss.reduction = 'mean'
     return learner(bs, opt=opt, loss=lambda: loss, splitter=lambda m: [params(m),params(loss)])
 
+@pytest.mark.whole
 @sizes
 @kws
 @pytest.mark.by_default('kw1')
@@ -191,6 +197,7 @@ class SAMLearner(Learner):
         self.opt.step()
         self.opt.zero_grad()
 
+@pytest.mark.whole
 @sizes
 def test_sam_as_a_learner(size): compare(partial(learner, cls=SAMLearner), size=size)
 
@@ -253,6 +260,7 @@ def test_sums(cb): compare(lambda bs: learner(bs, loss=Total, opt=partial(Adam, 
 
 hooked = dict(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
 
+@pytest.mark.whole
 @replicas
 @pytest.mark.parametrize('cb,kw,tol', [(noop,hooked,1e-2), (SAM,hooked,1e-2), (InTheMidst,unused,1e-5), (SAM,unused,1e-5)])
 @pytest.mark.by_default('InTheMidst')
@@ -271,6 +279,7 @@ def gan(bs, **kw):
     gen,critic = nn.Sequential(nn.Linear(4,6), nn.ReLU(), nn.Linear(6,8)),nn.Sequential(nn.Linear(8,6), nn.LeakyReLU(), nn.Linear(6,1))
     return GANLearner.wgan(dls, gen, critic, switcher=FixedGANSwitcher(n_crit=2, n_gen=1), clip=.3, opt_func=partial(Adam, mom=0., eps=1e-2), **kw)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('gen_first,kw,size', [(False,{},2), (True,{},3), *[pytest.param(*o, marks=replicas) for o in ((False,unused,3), (True,unused,2))]])
 @pytest.mark.by_default('True')
 def test_gan(gen_first, kw, size):
@@ -309,6 +318,7 @@ class Extra(Callback):
     def after_backward(self):
         if self.training: self.model.layers[rank_distrib()%2](self.xb[0]).square().mean().backward()
 
+@pytest.mark.whole
 @replicas
 def test_a_layer_that_one_rank_uses():
     def f(rank):
@@ -380,6 +390,7 @@ def halve(learn): learn.model[2].weight = nn.Parameter(learn.model[2].weight.det
 def reparametrize(learn): nn.utils.parametrizations.weight_norm(learn.model[2])
 def prune(learn): l1_unstructured(learn.model[2], 'weight', amount=.5)
 
+@pytest.mark.whole
 @replicas
 @pytest.mark.parametrize('event,put,size', [('before_fit',new_head,2), ('before_batch',new_head,3), ('before_epoch',halve,2), ('before_epoch',reparametrize,3), ('before_batch',prune,2)])
 @pytest.mark.by_default('before_fit', 'before_batch')
@@ -428,6 +439,7 @@ class OnRank0(OwnLoop):
         self.loss_func(self.model(Data().x), Data().y).backward()
         self.opt.zero_grad()
 
+@pytest.mark.whole
 @pytest.mark.parametrize('cb', (Nested,Inner,OwnLoop,Other,pytest.param(OnRank0, marks=replicas)))
 @pytest.mark.by_default('Nested', 'OwnLoop', 'OnRank0')
 def test_trainings_within(cb): compare(learner, cb, 3, n=1)
@@ -499,6 +511,7 @@ class Parts(Learner):
 
 owns = dict(own=Own, old=Old, local=Local, two=Two, parts=Parts)
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('k', owns)
 @pytest.mark.by_default('old', 'two', 'parts')
@@ -517,11 +530,13 @@ class Around(Callback):
         self.learn.xb = self.xb[0]*1.5,
         self.old()
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('cb', (Assigned,Around))
 @pytest.mark.by_default('Around')
 def test_a_step_that_a_callback_assigns(cb, size): compare(learner, cb, size)
 
+@pytest.mark.whole
 def test_a_step_that_was_assigned_before():
     def mk(bs):
         learn = learner(bs)
@@ -575,6 +590,7 @@ def test_refused_before_the_step(match, kw):
 
 def with_norm(): return nn.Sequential(nn.Linear(8,6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6,3))
 
+@pytest.mark.whole
 def test_a_gradient_of_a_gradient_past_batch_norm():
     "The statistics of all ranks are no function that is differentiated twice"
     test_eq(on_ranks(lambda rank: refused(rank, 'once_differentiable', Penalty(), model=with_norm), join=False), [True]*2)

@@ -134,6 +134,7 @@ def at_times(p, y): return 0. if y.ravel()[0]==0 else (p.argmax(1)==y.ravel()).f
 mets = [accuracy,error_rate,partial(top_k_accuracy, k=2),lambda p,y: (p.argmax(1)==y).float().mean(),F1Score(average='macro'),
     Precision(average='micro'),Counted,Doubled(accuracy),
     AccumMetric(lambda p,y: p.sum()-y.sum(), flatten=False),at_times,Perplexity(),lambda p,y: p.mean().item(),ValueMetric(lambda: 3, 'three')]
+@pytest.mark.whole
 @each(dict(valid={}, both=dict(train_metrics=True), train=dict(train_metrics=True, valid_metrics=False), times=dict(add_time=False)))
 def test_metrics(f):
     def fit(l):
@@ -319,6 +320,7 @@ def test_raises_nothing():
     own(lambda l, said: l.fit(2, cbs=on('after_batch', fail)))
 
 stops = CancelStepException,CancelBackwardException,CancelBatchException,CancelTrainException,CancelValidException,CancelEpochException,CancelFitException
+@pytest.mark.whole
 @pytest.mark.parametrize('ex', stops)
 @pytest.mark.by_default('CancelStep', 'CancelBatch', 'CancelFit')
 def test_cancels(ex):
@@ -411,11 +413,13 @@ def counted(l, said):
     l.fit(2, 1e-2)
     l.validate()
     return l.get_preds(),[vars(l).get(k) for k in counts]
+@pytest.mark.whole
 @each({o.__name__:o for o in (SubStep,SubBatch,SubSplit,SubOne,SubAll,SubBack,SubCall,SubCallOne,SubEvents,SubGrad,SubDevice)})
 @pytest.mark.by_default('SubStep', 'SubBatch', 'SubAll', 'SubEvents')
 def test_subclasses(f): own(counted, mk=kind(f))
 
 own_methods = '_do_one_batch','_split','one_batch','_step','_backward','_call_one','_with_events','all_batches','_set_device','_do_grad_opt'
+@pytest.mark.whole
 @pytest.mark.parametrize('k', own_methods)
 @pytest.mark.by_default('one_batch', '_step', '_call_one')
 def test_instance_of_learner(k):

@@ -76,6 +76,7 @@ def with_threshold(learn):
     learn.fit(2, .05, cbs=Decides())
     return [o.detach().clone() for o in learn.model.parameters()],learn.metrics[0].best,learn.recorder.values
 
+@pytest.mark.whole
 @sizes
 def test_numbers_that_the_value_sets(size): check(small, size, dict(best=with_threshold), [(37,4)], **exact)
 
@@ -136,6 +137,7 @@ def cancelled(learn):
     learn.fit(1, .05, cbs=Callback(before_validate=stop))
     return learn.recorder.values
 
+@pytest.mark.whole
 @sizes
 def test_a_value_that_nobody_reads(size): check(small, size, dict(cancelled=cancelled), [(37,4)], **exact)
 

@@ -137,6 +137,7 @@ def weighted(n, bs, rank=0):
     set_seed(3)
     return learner((data(n, kinds),data(n, kinds, 1)), Shaped(3), bs, rank, CrossEntropyLossFlat(weight=tensor([1.,5.,.2])), drop_last=False)
 
+@pytest.mark.whole
 @sizes
 def test_metrics_of_a_weighted_loss(size):
     check(weighted, size, {o.__name__:partial(measured, o, False) for o in (OfLosses,FirstHalf)}, [(37,4)], **exact)
@@ -175,6 +176,7 @@ def calls(learn):
         Path(f'calls{rank_distrib()}.txt').unlink(missing_ok=True)
     return res
 
+@pytest.mark.whole
 @sizes
 def test_a_metric_is_called_as_often_as_in_one_process(size): check(partial(task, *tasks['classes'][:3], lambda n: []), size, dict(calls=calls), [(36,4)], **exact)
 
@@ -214,6 +216,7 @@ def loss_with_noise():
     f.calls,f.reduction = 0,'mean'
     return f
 
+@pytest.mark.whole
 @sizes
 @cases(**{o.__name__:partial(of_loss, o) for o in (LossWithCount,LossModule,loss_with_attr,loss_with_noise)})
 def test_a_loss_is_called_as_often_as_in_one_process(cases, size): check(partial(task, *tasks['classes'][:3], lambda n: []), size, cases, [(36,4)], **exact)
@@ -244,6 +247,7 @@ def keeps_best(): return SaveModelCallback('moody', fname='best')
 def lowers(): return ReduceLROnPlateau('moody', patience=2)
 def by_column(): return [Column(),EarlyStoppingCallback('mine', patience=2)]
 
+@pytest.mark.whole
 @sizes
 @cases(**{o.__name__:partial(steered, o) for o in (stops,keeps_best,lowers,by_column)})
 def test_what_steers_is_the_same_on_all_ranks(cases, size): check(partial(task, *tasks['classes'][:3], lambda n: []), size, cases, [(37,4)], **exact)
@@ -302,6 +306,7 @@ def fits_again(rank):
         learn.fit(2, .01)
     return failed,[list(o) for o in learn.recorder.values]
 
+@pytest.mark.whole
 @sizes
 def test_after_an_error_ranks_ask_together_again(size):
     "No batch shows how the loss reduces, so ranks ask again at batches that they count, all from the same one on"
@@ -329,6 +334,7 @@ def with_overrides(cb, learn):
     learn.fit(2, .01, cbs=(cb := cb()))
     return [o.detach().clone() for o in learn.model.parameters()],list(learn.recorder.values),list(learn.validate(cbs=cb))
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', (2,3,4))
 @cases(**{k:partial(with_overrides, v) for k,v in overridden.items()})
 @pytest.mark.by_default('all-3')

@@ -215,6 +215,7 @@ def test_what_does_not_mix_is_silent():
 in_model = 'norm','spread','attention','experts','second'
 not_in_model = 'batchnorm','attention','noise','own','time','flat','text_classifier','vision','tabular'
 
+@pytest.mark.whole
 @sizes
 @cases(**usual({k:wrong[k] for k in in_model}, 'norm', 'experts'))
 def test_in_shards(cases, size):
@@ -223,6 +224,7 @@ def test_in_shards(cases, size):
         test_eq([len(o[k]) for o in res], [1]+[0]*(size-1))
         assert re.search(what, res[0][k][0]), f'{k}: {res[0][k]}'
 
+@pytest.mark.whole
 @sizes
 @cases(**usual({k:right[k] for k in not_in_model}, 'batchnorm', 'own'))
 def test_in_shards_what_does_not_mix_is_silent(cases, size):
@@ -256,6 +258,7 @@ def untried():
     test_eq([o for o,_ in plain], [[],[],[]])
     return [ps for _,ps in plain]
 
+@pytest.mark.whole
 @pytest.mark.parametrize('on', ((),(0,),(1,),(1,2),(0,1,2)))
 @pytest.mark.by_default('on0')
 def test_in_shards_a_rank_that_fails_serves_the_others(on, untried):
@@ -326,6 +329,7 @@ class Autocasts(Callback):
         self.low.__exit__(None, None, None)
         self.learn.pred = self.pred.float()
 
+@pytest.mark.whole
 @pytest.mark.parametrize('shard', (False,True))
 def test_a_trial_leaves_nothing_in_a_class_in_the_script_and_in_precision(shard):
     def fit(rank):
@@ -334,6 +338,7 @@ def test_a_trial_leaves_nothing_in_a_class_in_the_script_and_in_precision(shard)
         return len(calls),len(Tallies.sizes),torch.is_autocast_enabled('cpu')
     test_eq(on_ranks(fit, 2, join=False), [(8,8,False)]*2) # four batches to train and four to validate
 
+@pytest.mark.whole
 @pytest.mark.parametrize('f', [lambda x: signal.raise_signal(signal.SIGURG), lambda x: torch.save(x, 'x.pth'), lambda x: np.save('x.npy', x.numpy()),
     lambda x: x.numpy().tofile('x')])
 @pytest.mark.by_default('<lambda>1')

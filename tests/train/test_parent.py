@@ -281,6 +281,7 @@ def read(learn):
     other = [loss is None, learn.dl in (None,*learn.dls.loaders), learn.training, learn.model.training]
     return flatten(numbers),[*other, *[type(o).__name__ for o in learn.cbs if not isinstance(o, DistributedTrainer)]]
 
+@pytest.mark.whole
 @pytest.mark.parametrize('n', [2,3])
 @pytest.mark.by_default('2')
 def test_what_a_user_reads(n):
@@ -455,6 +456,7 @@ def test_ctrl_c(tmp_path, moment):
         learn.fit(1)
     test_eq((len(learn.cbs),len(learn.recorder.values)), (n_cbs,1))
 
+@pytest.mark.whole
 def test_ctrl_c_in_a_validation_that_takes_long(tmp_path):
     "It ends at once, and the Learner has what was trained until then"
     learn,path = learner(),tmp_path/'began'
@@ -476,6 +478,7 @@ def test_ctrl_c_between_calls():
     test_eq((children(),len(learn.recorder.values)), (before,1))
     learn.fit(1)
 
+@pytest.mark.whole
 def test_ctrl_c_twice(tmp_path):
     "The second one ends ranks in the middle of a step that takes long"
     learn,path = learner(),tmp_path/'began'

@@ -55,6 +55,7 @@ def test_get_preds(cases, size): check(plain, size, cases, runs)
 
 def shuffled(learn): return learn.dls.valid.new(shuffle=True)
 
+@pytest.mark.whole
 @sizes
 @cases(
     shuffled=lambda o: o.get_preds(dl=shuffled(o)),
@@ -208,6 +209,7 @@ def of_kind(name, n, bs, rank=0):
     learn.dls.loaders = [o.new(bs=bs) for o in learn.dls.loaders]
     return learn
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('name', 'tabular collab text_classifier'.split())
 @cases(
@@ -217,6 +219,7 @@ def of_kind(name, n, bs, rank=0):
 @pytest.mark.by_default('tabular-2', 'collab-3')
 def test_kinds_of_loaders(cases, name, size): check(partial(of_kind, name), size, cases, [(0,4),(0,5)])
 
+@pytest.mark.whole
 @sizes
 @cases(
     row=lambda o: o.predict(pd.Series(dict(size=7, kind='y')))[1:],
@@ -229,6 +232,7 @@ def sorted_texts(learn):
     x,p,y = learn.get_preds(with_input=True)
     return [o[o!=1] for o in x],p,y
 
+@pytest.mark.whole
 @sizes
 @cases(
     valid=sorted_texts,
@@ -256,6 +260,7 @@ def nested(form, n, bs, rank=0):
     set_seed(3)
     return learner((data,data), Outputs(form), bs, rank, two_losses)
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('form', [lambda a,b: (a,b), lambda a,b: [a,b], lambda a,b: (a,[b,a])], ids='tuple list both'.split())
 @cases(
@@ -265,6 +270,7 @@ def nested(form, n, bs, rank=0):
 @pytest.mark.by_default('tuple-2', 'both-3')
 def test_tuples(cases, form, size): check(partial(nested, form), size, cases)
 
+@pytest.mark.whole
 @sizes
 @cases(
     parts=lambda o: o.get_preds(reorder=False, **parts),
@@ -279,6 +285,7 @@ def upright(n, bs, rank=0):
     set_seed(3)
     return learner((rows(n),rows(n, 1)), Upright(8,3), bs, rank, lambda p,y: F.cross_entropy(p[:,:,0].T, y))
 
+@pytest.mark.whole
 @sizes
 def test_samples_along_the_second_axis(size): check(upright, size, dict(preds=lambda o: o.get_preds(concat_dim=1, with_targs=False, reorder=False)))
 
@@ -364,6 +371,7 @@ def test_what_callbacks_count_adds_up_over_ranks(size):
         parts = list(zip(*[m[i]['counted'] for m in many]))
         test_eq([sorted(itertools.chain(*v)) if k%3==2 else sum(v) for k,v in enumerate(parts)], o['counted'])
 
+@pytest.mark.whole
 @sizes
 def test_hooks_on_a_batch_of_each_rank(size): check(plain, size, dict(outputs=outputs))
 
@@ -373,6 +381,7 @@ def come_and_go(rank):
         with learn.distrib_ctx(): pass
     with learn.distrib_ctx(), learn.no_bar(): return learn.validate()
 
+@pytest.mark.whole
 def test_contexts_in_which_nothing_is_exchanged():
     "No rank leaves before the others have come"
     a,b,c = on_ranks(come_and_go, 3, join=False)

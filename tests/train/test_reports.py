@@ -20,6 +20,7 @@ def test_metrics(cases, name, size): check(partial(task, *tasks[name]), size, ca
 
 def root_error(p, y): return (p-y).pow(2).mean().sqrt()
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('name,metric', [('regression',root_error), ('pixels',foreground_acc)])
 @pytest.mark.by_default('regression')
@@ -148,6 +149,7 @@ own = [Tensors, Joined, FromNone, Confusion, Votes, ByClass, Totals, Seen, Helpe
 @pytest.mark.whole
 def test_metrics_of_users(): check(partial(task, *tasks['classes']), 2, {o.__name__:partial(measured, o, True) for o in own}, few[:1], **exact)
 
+@pytest.mark.whole
 @sizes
 def test_metrics_of_users_together(size):
     cases = {f'train_metrics {o}':partial(measured_together, own, o) for o in (False,True)}
@@ -191,7 +193,7 @@ def in_order(ys, n, bs, rank=0):
     set_seed(3)
     return learner((data(n, ys),data(n, ys, 1)), Shaped(3), bs, rank, drop_last=False, shuffle=False)
 
-@pytest.mark.by_default('classes', 'sums', 'several', 'opaque')
+@pytest.mark.by_default('classes', 'sums', 'opaque')
 @sizes
 @pytest.mark.parametrize('name', losses)
 def test_losses(name, size):

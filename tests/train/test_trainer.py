@@ -48,10 +48,12 @@ def test_each_sample_once_an_epoch(n, size):
     test_eq(len({tuple(o[1]) for o in res}), 1)
     for o in res[1:]: test_eq(o[2], res[0][2])
 
+@pytest.mark.whole
 def test_a_seed_repeats_the_run():
     a,b = [on_ranks(lambda rank: seen(rank, seed=3, n=90), join=False) for _ in range(2)]
     test_eq(a, b)
 
+@pytest.mark.whole
 def test_fewer_samples_than_ranks():
     res = on_ranks(lambda rank: weights(run(digits(n=4, bs=4, dls_kw=dict(drop_last=False)))), 4, join=False)
     for o in res[1:]: test_eq(o, res[0])
@@ -113,6 +115,7 @@ def in_users_group(rank):
     dist.barrier()
     return weights(learn),dist.is_initialized()
 
+@pytest.mark.whole
 def test_users_group_is_left_standing():
     a,b = on_ranks(in_users_group, join=False)
     test_eq(a, b)
@@ -302,6 +305,7 @@ def saved(rank):
         learn.load('inside')
     return weights(learn)
 
+@pytest.mark.whole
 def test_checkpoints_interchange():
     on_ranks(saved, join=False)
     learn = digits(path='.').load('inside')
@@ -346,6 +350,7 @@ def exported(rank):
         learn.export('inside.pkl')
     return learn.validate()
 
+@pytest.mark.whole
 def test_export_inside_the_context():
     alone,_ = on_ranks(exported, join=False)
     learn = load_learner('inside.pkl')

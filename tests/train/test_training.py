@@ -158,6 +158,7 @@ def own_cast(rank, mp, **kw):
     fitted(learn, cbs=[mp(),Callback(before_batch=lambda self: seen.append(self.scaler.get_scale()))], cpu=True, **kw)
     return set(seen)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('mp,want', [(OwnCast,{torch.bfloat16,4.}), (OnCuda,{torch.float32,1.}), (NoCast,{torch.float32,1.})])
 @pytest.mark.by_default('OwnCast')
 def test_a_precision_of_the_users(mp, want): test_eq(on_ranks(lambda rank: own_cast(rank, mp), join=False), [want]*2)
@@ -200,6 +201,7 @@ def noise(rank, nw, mk):
     fitted(learn, cbs=Callback(before_batch=lambda self: seen.append(self.xb[0].flatten().tolist())))
     return start,sum(seen, []),masks,(random.random(),np.random.rand(),torch.rand(1).item())
 
+@pytest.mark.whole
 @pytest.mark.parametrize('nw', (0,2))
 @pytest.mark.parametrize('mk', (lambda ds,nw: DataLoader(ds, 4, shuffle=True, num_workers=nw), lambda ds,nw: TorchLoader(ds, 4, shuffle=True, num_workers=nw)))
 @pytest.mark.by_default('<lambda>0-0')
@@ -223,6 +225,7 @@ def watched(bs, ctx):
     fitted(learn, ctx, cbs=Watch())
     return learn.curve
 
+@pytest.mark.whole
 @pytest.mark.parametrize('size', (2,3))
 def test_callbacks_see_the_smoothed_loss_of_all(size):
     one = watched(12, False)
@@ -253,6 +256,7 @@ def mixed(rank, smooth):
     learn.loss_func = LabelSmoothingCrossEntropyFlat() if smooth else learn.loss_func
     return *fitted(learn, cbs=[MixUp(.4),Keep()])[:2],learn.mixed
 
+@pytest.mark.whole
 @pytest.mark.parametrize('smooth', (False,True))
 @pytest.mark.by_default('True')
 def test_mixup_within_the_slices_of_ranks(smooth):

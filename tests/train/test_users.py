@@ -42,7 +42,7 @@ cases = [(name,how) for name,path in scripts.items() for how in ways(wishes(path
 def once_ways(w): return [] if w.once.startswith('no') else ['once-2',*['once-3']*(not w.once.startswith('2')),*['cells-2']*(w.once!='fails')] # a kernel ends well after an error
 
 once = [(name,how) for name,path in scripts.items() for how in once_ways(wishes(path))]
-usual = '''caught_error-fork digits_cnn-torchrun distribute_fit-python download-fork error_in_callback-fork error_in_data-torchrun fine_tuning-fork hidden_cancels-fork
+usual = '''caught_error-fork digits_cnn-torchrun download-fork error_in_callback-fork error_in_data-torchrun fine_tuning-fork hidden_cancels-fork
     inference-fork learned_loss-fork mixed_precision-fork parallel_ctx-fork predict_on_rank0-fork resumed-fork stream-fork tabular-fork two_passes-fork unseeded_split-accelerate'''.split()
 by_default = 'inference-once-3','resumed-once-2','stream-once-3','trackers-once-2' # all calls; no context; a stream as data; callbacks of rank 0
 

@@ -64,11 +64,13 @@ def hardest(p, y): return F.cross_entropy(p, y, reduction='none').topk(2)[0].mea
 class Worst(nn.CrossEntropyLoss):
     def forward(self, p, y): return hardest(p, y)
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('f', (total,mean,hinge))
 @pytest.mark.by_default('mean', 'hinge')
 def test_an_attribute_is_not_believed(f, size): compare(lambda bs: learner(bs, lambda: Mine(f)), size=size)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('loss', (lambda: Mine(weighed), lambda: Mine(hardest), Worst, lambda: partial(two_ways, reduction='mean')))
 @pytest.mark.by_default('<lambda>0', 'Worst')
 def test_an_attribute_that_is_wrong_is_told(loss): compare(lambda bs: learner(bs, loss), n=0, said='neither a sum nor a mean')
@@ -84,6 +86,7 @@ def two_ways(p, y, reduction): return weighed(p, y)
 calls = []
 def logs(p, y): return calls.append(1) or total(p, y)
 
+@pytest.mark.whole
 def test_where_the_batch_does_not_tell_the_attribute_does(): compare(lambda bs: learner(bs, lambda: Mine(logs, 'sum')), size=3)
 
 def asked(rank, n, f):
@@ -120,12 +123,14 @@ def test_a_callback_leaves_samples_out(keep, bn, size):
 
 kinds = *[partial(CrossEntropyLossFlat, **kw) for kw in (dict(weight=weight), dict(ignore_index=1), dict(reduction='sum'))],
 
+@pytest.mark.whole
 @pytest.mark.parametrize('loss', (*kinds, lambda: Mine(mean)))
 @pytest.mark.by_default('loss0', '<lambda>')
 def test_samples_left_out_of_other_losses(loss): compare(lambda bs: learner(bs, loss), lambda: Leaves(low), 3, lr=.01)
 
 def drops(b): return default_collate([o for o in b if o[0][0]<2])
 
+@pytest.mark.whole
 @sizes
 def test_a_collate_function_drops_samples(size): compare(lambda bs: learner(bs, FocalLossFlat, n=48, create_batch=drops), size=size, bs=24, n=2)
 
@@ -133,6 +138,7 @@ class SecondPass(Callback):
     "Another pass over what is left of the batch"
     def after_backward(self): (.5*self.loss_func(self.model(*self.xb), *self.yb)).backward()
 
+@pytest.mark.whole
 @sizes
 def test_other_passes_over_what_is_left(size): compare(lambda bs: learner(bs, FocalLossFlat), lambda: [Leaves(low),SecondPass()], size)
 
@@ -141,6 +147,7 @@ def test_one_process_leaves_out_what_ranks_do_in_a_window():
     many = on_ranks(lambda rank: fitted(learner(6, FocalLossFlat, n=48), cbs=Leaves(low), gradient_accumulation_steps=2), join=False)
     for o in many: test_close(one[0], o[0], 1e-5)
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('n_acc', (24,30))
 @pytest.mark.by_default('30')
@@ -148,6 +155,7 @@ def test_windows_of_batches_that_shrink(n_acc, size): compare(lambda bs: learner
 
 # Windows
 
+@pytest.mark.whole
 @sizes
 @pytest.mark.parametrize('loss', kinds)
 @pytest.mark.parametrize('cbs', (lambda: [], lambda: [Leaves(low)]))
@@ -188,12 +196,14 @@ def sums(): return CrossEntropyLossFlat(reduction='sum')
 @pytest.mark.by_default('CrossEntropyLossFlat', 'sums')
 def test_a_penalty_counts_once(loss, cb, size): compare(lambda bs: learner(bs, loss), cb, size, lr=.005, n=1 if cb is Assigned else 3)
 
+@pytest.mark.whole
 @pytest.mark.replicas
 @pytest.mark.parametrize('n_acc', (None,30))
 @pytest.mark.by_default('30')
 def test_a_penalty_of_a_window(n_acc):
     compare(lambda bs: learner(bs, sums), lambda: [Decay(), *([GradientAccumulation(n_acc)] if n_acc else [])], 3, lr=.002)
 
+@pytest.mark.whole
 @pytest.mark.parametrize('cb', (pytest.param(Decay, marks=pytest.mark.replicas),Activity))
 @pytest.mark.by_default('Activity')
 def test_a_term_of_a_mean(cb): compare(lambda bs: learner(bs, FocalLossFlat), cb, 3)
