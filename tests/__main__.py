@@ -24,6 +24,6 @@ def notebook_tests():
 
 with ThreadPoolExecutor() as pool: # the site, once its notebooks have run, keeps one core
     site = pool.submit(part, 'mkdocs', 'build', '--strict')
-    code = notebook_tests() or site.result()
+    code = notebook_tests() or part('pytest', '-n', '3', '--durations', '25', 'tests') or site.result()
 if not code and record: notebooks.write()
-sys.exit(code or part('pytest', '-n', '3', '--durations', '25', 'tests'))
+sys.exit(code)
