@@ -161,8 +161,8 @@ def dead(kind, place, size, culprit, shard):
 rounds = (2,0),(3,2),(2,1),(3,0) # numbers of ranks, and who fails
 
 def by_default(i, kind, j, place):
-    "Return whether `kind` is tried in `place` without `--whole`: each in every fifth place"
-    return (i+j)%5==0
+    "Return whether `kind` is tried in `place` without `--whole`: each in every third place"
+    return (i+j)%3==0
 
 def chosen(kinds, size, culprit, divided, few):
     "Kinds and places: all, those in `some` if `few`, or if `divided` those by default whose turn this of `rounds` is, which each is in one of"
