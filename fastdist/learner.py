@@ -175,7 +175,7 @@ def distrib_ctx(self:Learner,
         yield self
         return
     try:
-        with reraised(self.to_distributed(*options, **kwargs)): yield self
+        with short_tracebacks(),reraised(self.to_distributed(*options, **kwargs)): yield self
     finally: self.detach_distributed()
 
 # %% ../nbs/900_learner.ipynb #d961bb68

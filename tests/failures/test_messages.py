@@ -120,3 +120,31 @@ def test_an_error_in_a_data_worker_has_at_most_15_lines_and_the_user_s_last(warm
     assert not [o for o in shown if 'File' in o and str(path) not in o], err
     if how=='nprocs': test_eq(lines, shown)
     else: assert sum('rank 0 ends' in o or 'rank 1 ends' in o for o in lines)<=1 and err.count('Original Traceback')==1, err # torchrun may end the other rank first
+
+launched = """
+from accelerate import notebook_launcher
+def train():
+    {dls}
+    {learn}
+    with learn.distrib_ctx(): learn.fit(1{cbs})
+notebook_launcher(train, num_processes=2, use_port={port!r})
+"""
+odd_layer = "cbs=type('Odd', (Callback,), dict(before_batch=lambda self: self.model(torch.ones(2,5))))()"
+
+@pytest.mark.launcher
+@pytest.mark.parametrize('where', ['data set','callback'])
+def test_what_notebook_launcher_prints_has_no_frames_of_libraries(warm, tmp_path, where):
+    "The launcher prints the traceback twice, with frames of its own before and after; a library's last two frames say where an error arose there"
+    path = tmp_path/'broken.py'
+    dls,cbs,last = broken_fits['data set'],'','ValueError: number 21 is broken'
+    if where=='callback': dls,cbs,last = dls.replace('Numbers(), Numbers()', 'xs, xs'),f', {odd_layer}','mat1 and mat2 shapes cannot be multiplied (2x5 and 3x2)'
+    learn = 'learn = Learner(dls, nn.Linear(3,2), loss_func=CrossEntropyLossFlat())'
+    path.write_text(broken+'xs = [(torch.ones(3), 1)]*40\n'+launched.format(dls=dls, learn=learn, cbs=cbs, port=str(free_port())))
+    _,err = warm(sys.executable, path, rc=1)
+    lines = [re.sub(r'^E.*api\.py:\d+\] ?', '', o).strip() for o in err.splitlines()]
+    begins,ends = [[i for i,o in enumerate(lines) if is_one(o)] for is_one in (lambda o: o.startswith(f'File "{path}"') and o.endswith('in train'), lambda o: o==last)]
+    assert len(begins)==len(ends)==2, err
+    for begin,end in zip(begins, ends):
+        files = [o for o in lines[begin:end] if o.startswith('File ')]
+        assert end-begin<=15 and not [o for o in files if '/fastdist/' in o or '/fastai/' in o], err
+        test_eq(sum(str(path) in o for o in files), 2)
