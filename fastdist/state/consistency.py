@@ -95,19 +95,18 @@ def _made_with(o):
 def object_facts(
     o, # A module, a loss, a transform, a function; nothing of it is called
     deep:int=3, # How far to follow what it calls
-    modules:bool=True, # Whether modules are followed
-    text:Callable=plain_text # Returns text for a plain value, `None` for others
+    modules:bool=True # Whether modules are followed
 )->dict: # Name of an argument -> text; '' -> its class, or its name
     "Return the class of `o`, and the plain values with which it was made, and what it calls"
     res = {'':name_of(o)}
     def add(k, v):
-        shown = text(v)
+        shown = plain_text(v)
         if shown is not None: res[k] = shown
         elif isinstance(v, (list,tuple,dict)):
             items = v.items() if isinstance(v, dict) else enumerate(v)
             for i,x in items if len(v)<=16 else (): add(f'{k}.{i}', x)
         elif deep and callable(v) and (modules or not isinstance(v, nn.Module)):
-            for n,t in object_facts(v, deep-1, modules, text).items(): res[f'{k}.{n}'.strip('.')] = t
+            for n,t in object_facts(v, deep-1, modules).items(): res[f'{k}.{n}'.strip('.')] = t
     for k,v in _made_with(o).items(): add(str(k), v)
     return res
 

@@ -1,6 +1,5 @@
-"A script that was edited before it is started again: what differs is named once, on rank 0, with what counts; what would mix rows or steps is refused"
-import io,re,pytest
-from contextlib import redirect_stdout
+"A script that was edited before it is started again: the state wins where it has a value, the script elsewhere; what would mix rows or steps is refused"
+import pytest
 from fastcore.test import test_eq
 from fastai.basics import *
 from fastai.callback.all import *
@@ -33,33 +32,24 @@ def end_of(learn):
     return dict(rows=len(rec.values), names=list(rec.metric_names), lr=h['lr'], wd=h['wd'], lrs=list(rec.lrs), grads=grads)
 
 def run(rank, path, cut, kw):
-    "What a rank comes to, and which edits it names"
-    out,res = io.StringIO(),None
-    try:
-        with redirect_stdout(out): res = end_of(script(path, cut, **as_it_was()|kw))
-    except (KeyboardInterrupt,ResumeError,RankError) as e: res = f'{type(e).__name__}: {e}'
-    return res,re.findall('fastdist: the script has changed since fit 0 began: (.*)', out.getvalue())
+    "What a rank comes to"
+    try: return end_of(script(path, cut, **as_it_was()|kw))
+    except (KeyboardInterrupt,ResumeError,RankError) as e: return f'{type(e).__name__}: {e}'
 
 def again(path, n, kw, was={}):
-    "What ranks of a script that was cut off, edited to have `kw` and started again come to, and what they say"
-    for o,said in on_ranks(lambda rank: run(rank, path, True, was), n, join=False): assert 'KeyboardInterrupt' in o and not said
-    return zip(*on_ranks(lambda rank: run(rank, path, False, kw), n, join=False))
+    "What ranks of a script that was cut off, edited to have `kw` and started again come to"
+    for o in on_ranks(lambda rank: run(rank, path, True, was), n, join=False): assert 'KeyboardInterrupt' in o
+    return on_ranks(lambda rank: run(rank, path, False, kw), n, join=False)
 
-goes_on,counts = 'the fit goes on with what was','what is counts from here on'
-cases = dict(lr=(dict(lr=0.1), {}, [f'lr: was 0.01, is 0.1; {goes_on}']), wd=(dict(wd=0.2), {}, [f'wd: was 0.0, is 0.2; {goes_on}']),
-    frozen=(dict(frozen=True), {}, [f'frozen parameters: was none, is 0.weight, 0.bias; {goes_on}']), loss=(dict(loss=L1LossFlat()), {}, [f'loss: func was MSELoss, is L1Loss; {counts}']),
-    schedule=(dict(lr=0.1,cycle=True), dict(cycle=True), [f'schedule of lr: scheds.0.* was .*, is .*; {counts}']),
-    callbacks=(dict(cbs=[GradientClip(0.5)]), dict(cbs=[GradientClip(0.1)]), [f'callbacks: GradientClip.max_norm was 0.1, is 0.5; {counts}']), nothing=({}, {}, []))
+cases = dict(lr=dict(lr=0.1), wd=dict(wd=0.2), frozen=dict(frozen=True), loss=dict(loss=L1LossFlat()), callbacks=dict(cbs=[GradientClip(0.5)]), nothing={})
 
-@pytest.mark.parametrize('case,n', zip(cases, (2,3,2,3,2,1,2)))
+@pytest.mark.parametrize('case,n', zip(cases, (2,3,2,2,1,2)))
 @pytest.mark.by_default('lr', 'loss', 'callbacks', 'nothing')
-def test_what_was_edited_is_named(tmp_path, case, n):
-    kw,was,lines = cases[case]
-    ends,said = again(tmp_path, n, kw, was)
-    test_eq(said[1:], ([],)*(n-1))
-    assert len(said[0])==len(lines) and all(map(re.fullmatch, lines, said[0])), said[0]
-    for o in ends: test_eq((o['rows'],o['lr'],o['wd'],o['grads']), (3,ends[0]['lr'] if case=='schedule' else 0.01,0.,[True]*4))
-    if case=='schedule': assert max(ends[0]['lrs'])>0.02
+def test_what_the_state_has_goes_on(tmp_path, case, n):
+    for o in again(tmp_path, n, cases[case]): test_eq((o['rows'],o['lr'],o['wd'],o['grads']), (3,0.01,0.,[True]*4))
+
+def test_a_schedule_that_was_edited_counts(tmp_path):
+    for o in again(tmp_path, 3, dict(lr=0.1, cycle=True), dict(cycle=True)): assert o['rows']==3 and max(o['lrs'])>0.02
 
 refused = dict(metrics=(dict(metrics=[rmse]), "metrics was ['mae'], is ['_rmse']"), more=(dict(metrics=[mae,rmse]), 'metrics was'), optimizer=(dict(opt=Adam), 'steps of the optimizer was'))
 
@@ -67,14 +57,14 @@ refused = dict(metrics=(dict(metrics=[rmse]), "metrics was ['mae'], is ['_rmse']
 @pytest.mark.by_default('metrics', 'more')
 def test_what_would_mix_rows_or_steps_is_refused_on_all_ranks(tmp_path, case, n):
     kw,msg = refused[case]
-    ends,said = again(tmp_path, n, kw)
+    ends = again(tmp_path, n, kw)
     assert ends[0].startswith('ResumeError') and all(msg in o for o in ends), ends
-    (o,*_),_ = zip(*on_ranks(lambda rank: run(rank, tmp_path, False, {}), n, join=False)) # nothing is lost
+    o = on_ranks(lambda rank: run(rank, tmp_path, False, {}), n, join=False)[0] # nothing is lost
     test_eq((o['rows'],o['names'][-2:]), (3,['mae','time']))
 
 @pytest.mark.parametrize('n', [1,2])
 @pytest.mark.by_default('2')
 def test_a_fit_that_is_done_keeps_its_rows(tmp_path, n):
-    for kw,lines in (({},[]), (dict(metrics=[rmse], lr=0.1),['lr: was 0.01, is 0.1; the fit is done with what was'])):
-        ends,said = zip(*on_ranks(lambda rank: run(rank, tmp_path, False, kw), n, join=False))
-        test_eq((said[0],ends[0]['names'][-2:],ends[0]['lr']), (lines,['mae','time'],0.01))
+    for kw in ({},dict(metrics=[rmse], lr=0.1)):
+        o = on_ranks(lambda rank: run(rank, tmp_path, False, kw), n, join=False)[0]
+        test_eq((o['names'][-2:],o['lr']), (['mae','time'],0.01))

@@ -1,4 +1,4 @@
-"A metric that keeps rows has them on rank 0, and its value on all ranks: at the moment, and of the type, of one process"
+"A metric that keeps rows has those of all ranks on each, and its value: at the moment, and of the type, of one process"
 import cloudpickle,pickle
 from fastcore.test import test_eq
 from fastai.vision.all import *
@@ -86,13 +86,12 @@ def after_it(rank):
     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
         learn.fit(1, .05)
         m = learn.metrics[0]
-        rows = sum(map(len, m.all)) if hasattr(m, 'all') else None
         copies = {type(o) for o in (copy(m),deepcopy(m),*[pickle.loads(k.dumps(m, protocol=p)) for k in (pickle,cloudpickle) for p in (2,5)])}=={Threshold}
-        with ExceptionExpected(AttributeError, 'rank 0 alone') if rank else nullcontext(): m.all
-    return m.asked,rows,copies,isinstance(m, Threshold),m.value==learn.final_record[2]
+    return m.asked,sum(map(len, m.all)),copies,m.best,m.value==learn.final_record[2]
 
-def test_rows_are_on_rank_0_which_computes_the_value_once():
-    test_eq(on_ranks(after_it, 3, timeout=60, join=False), [([0],37,True,True,True)]+[([],None,True,True,True)]*2)
+def test_each_rank_has_all_rows_and_computes_the_value():
+    res = on_ranks(after_it, 3, timeout=60, join=False)
+    test_eq([(o[0][:1],*o[1:]) for o in res], [([r],37,True,res[0][3],True) for r in range(3)])
 
 class Odd(Exception):
     def __init__(self, a, b): super().__init__(f'{a} and {b}')
@@ -116,12 +115,10 @@ def failing(rank, err, again=True):
 def test_an_error_of_the_value_is_raised_on_all_ranks():
     a,b = on_ranks(lambda rank: failing(rank, lambda: ValueError('one class only')), timeout=60, join=False)
     test_eq((a[:2],b[:2],b[3]), (('ValueError','one class only'),)*2+(a[3],))
-    assert 'rank 0 failed' in b[2] and 'raise self.err()' in b[2]
 
 def test_an_error_that_cannot_be_sent():
     a,b = on_ranks(lambda rank: failing(rank, lambda: Odd('this', 'that'), False), timeout=60, join=False)
-    test_eq((a[:2],b[0]), (('Odd','this and that'),'RankError'))
-    assert 'raise self.err()' in b[1] and 'this and that' in b[1]
+    test_eq((a[:2],b[:2]), (('Odd','this and that'),)*2)
 
 def test_a_fit_ends_with_the_error_of_the_value():
     def f(rank):
@@ -144,10 +141,9 @@ def test_a_value_that_nobody_reads(size): check(small, size, dict(cancelled=canc
 def hidden(rank):
     learn = small(37, 4, rank)
     learn.metrics = L(kept(lambda p: lambda: len(p)))
-    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): v = learn.validate()[1]
-    return v() if callable(v) else type(v).__name__
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): return learn.validate()[1]()
 
-def test_a_value_that_cannot_be_sent(): test_eq(on_ranks(hidden, timeout=60, join=False), [37,'str'])
+def test_a_value_that_cannot_be_sent(): test_eq(on_ranks(hidden, timeout=60, join=False), [37,37])
 
 class Large(Metric):
     "Sums of many elements: a matrix, an array, and one that begins as a number"
@@ -173,7 +169,7 @@ def exchanged(rank, *mets):
         return current_job().exchanges.n-n
 
 def test_exchanges_of_a_validation():
-    "Rows take one more, however many metrics have them"
+    "As many with metrics that keep rows, however many there are"
     res = on_ranks(lambda rank: [exchanged(rank, *o) for o in ([accuracy], [accuracy,Perplexity()], [accuracy,F1Score(average='macro')],
         [accuracy,RocAuc(),Kept(),F1Score(average='macro')])], timeout=60, join=False)
-    test_eq(res, [[res[0][0]+o for o in (0,0,1,1)]]*2)
+    test_eq(res, [[res[0][0]]*4]*2)
