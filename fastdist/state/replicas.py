@@ -338,6 +338,8 @@ _trained = ('Each rank changes it by its own samples, so it is not what one proc
     '(all_reduce of p.grad, divided by the number of ranks), or let the Learner train it')
 _carried = ('Each rank changes it by its own samples, or has drawn it, so it is not what one process has. HINT: let what is counted be '
     'a metric, or all_reduce it over ranks where it is updated; average over ranks what a module carries along; seed what is drawn')
+_counted = ('Each rank has counted its own samples, {} in the epoch, where one process counts those of all ranks. HINT: let what is counted be a metric, '
+    'or all_reduce it over ranks')
 _collected = ('It grows by each batch, and has rank 0\'s part of the samples, where one process has all. HINT: get_preds and metrics have the samples of all ranks; '
     'or let the fit that collects run in one process, outside of the context')
 
@@ -371,8 +373,11 @@ class AttributeComparison:
         found = {k:_first_tensors(k, v) for k,v in grown.items()}
         return {k:{n:t for n,t in ts.items() if t.ndim and self.batch.has(t)} for k,ts in found.items()}
 
-    def table(self):
-        "Return a fingerprint of each value of attributes that were not reported"
+    def table(self,
+        samples:int=0, # That this rank has had in the epoch
+        batches:int=0 # Likewise
+    ):
+        "Return a fingerprint of each value of attributes that were not reported; whole numbers that have counted `samples` have an entry more"
         self.attrs,self.values,self.why = {},{},{} # name -> attribute; name -> value; attribute -> meaning
         for found,why in self.parts:
             for attr,values in found().items():
@@ -381,7 +386,9 @@ class AttributeComparison:
                 self._add(attr, kept, why)
         for attr,kept in self._collected().items():
             if kept and attr not in self.reported: self._add(attr, kept, _collected)
-        return fingerprints(self.values)
+        grown = {n:v-self.early[n] for n,v in self.values.items() if isinstance(v, int) and n in self.early}
+        self.counted = {f'{n} counts samples':(n,samples) for n,by in grown.items() if by==samples>batches} # else it may count batches
+        return fingerprints(self.values | dict.fromkeys(self.counted, 1))
 
     def _add(self, attr, values, why):
         self.why[attr] = why
@@ -399,8 +406,19 @@ class AttributeComparison:
         tables:list, # Of all ranks, `[]` where they are the same
         when:str # The moment, in words
     ):
-        "Warn on rank 0 of what differs between `tables`; all ranks take part"
-        if not tables: return
+        "Warn on rank 0 of what differs between `tables`, and of what is the same and has counted each rank's samples; all ranks take part"
+        if tables: self._report_different(tables, when)
+        for entry,(n,samples) in self.counted.items():
+            if self.attrs[n] in self.reported or not all(entry in t for t in tables): continue
+            self.reported.add(self.attrs[n])
+            if not self.rank: warn(f'Ranks have {self.values[n]} in {n}{self._line(n)} {when}. {_counted.format(samples)}')
+        self.values = {}
+
+    def _line(self, name):
+        "Return the line of the class of the script in which `name` is"
+        return source_line(_script_class(objects_of(self.learn).get(self.attrs[name].rpartition('.')[0])))
+
+    def _report_different(self, tables, when):
         shared = set(tables[0]).intersection(*tables[1:])
         found = {n:o for n,o in differing(tables).items() if n in shared}
         if not found: return
@@ -410,7 +428,5 @@ class AttributeComparison:
             attr = self.attrs[n]
             if n in self.own or attr in self.reported: continue
             self.reported.add(attr)
-            how,owner = how_different(n, self.values[n], tables, ref, ranks),attr.rpartition('.')[0]
-            line = source_line(_script_class(objects_of(self.learn).get(owner)))
-            if not self.rank: warn(f'Ranks differ in {n}{line} {when}: {how}. {self.why[attr]}')
-        self.values = {}
+            how = how_different(n, self.values[n], tables, ref, ranks)
+            if not self.rank: warn(f'Ranks differ in {n}{self._line(n)} {when}: {how}. {self.why[attr]}')

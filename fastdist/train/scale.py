@@ -145,6 +145,7 @@ class CurrentBatch:
         reduction # The `Reduction` of its loss
     ):
         self.phases,self.reduction,self.learn,self.size = phases,reduction,phases.learn,phases.world.size
+        self.samples = 0 # that this rank has trained on in this context
         self.reset()
 
     def reset(self):
@@ -155,7 +156,11 @@ class CurrentBatch:
         "Begin a batch of training; on several ranks, one without samples becomes one sample that counts for nothing"
         self.reduction.recorded = self.empty = False
         xb,yb = self.learn.xb,self.learn.yb
-        if self.size==1 or not len(yb) or isinstance(yb[0], Tensor) and yb[0].numel(): return
+        if self.size==1 or not len(yb): return
+        y = yb[0]
+        if isinstance(y, Tensor) and y.numel():
+            self.samples += len(y) if y.ndim else 1
+            return
         self.empty = _is_empty(yb)
         if self.empty: self.learn.xb,self.learn.yb = apply(_one, xb),apply(_one, yb)
 

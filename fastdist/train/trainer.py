@@ -283,7 +283,8 @@ def _together(parts, event_type):
 
 def _in_phase(parts, run, f, event_type, *args):
     "Run a pass over a loader, and compare what ranks hold at the end of training"
-    train,attributes,cancelled = event_type=='train',parts.attributes,None
+    train,attributes,cancelled,batch = event_type=='train',parts.attributes,None,parts.gradients.passes.batch
+    before = batch.samples
     with parts.phases.nested():
         if train and parts.compares: attributes.begin()
         try: run(f, event_type, *args)
@@ -294,7 +295,8 @@ def _in_phase(parts, run, f, event_type, *args):
         if parts.compares: attributes.see()
         if train and parts.compares:
             when = f'at the end of training in epoch {parts.learn.epoch}'
-            attributes.report(parts.layout.compare(parts.learn, when, attributes.table()), when)
+            table = attributes.table(batch.samples-before, parts.learn.iter+1)
+            attributes.report(parts.layout.compare(parts.learn, when, table), when)
     if cancelled: raise cancelled
 
 # %% ../../nbs/709_train.trainer.ipynb #62b74465

@@ -118,13 +118,13 @@ def learner(*cbs, model=None, **kw):
     dls = DataLoaders.from_dsets(data[:36], data[36:], bs=4, num_workers=0, device='cpu')
     return Learner(dls, model or nn.Linear(3,1), loss_func=MSELossFlat(), cbs=[o() for o in cbs], **kw)
 
-def told(*cbs, model=None, epochs=2, **kw):
-    "The warnings of a fit about what differs"
+def told(*cbs, model=None, epochs=2, begin='Ranks differ in ', **kw):
+    "The warnings of a fit that begin so, by default about what differs"
     learn = learner(*cbs, model=model and model())
     with warnings.catch_warnings(record=True) as ws, learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw):
         warnings.simplefilter('always')
         learn.fit(epochs, 1e-2)
-    return [str(w.message).removeprefix("Ranks differ in ") for w in ws if str(w.message).startswith('Ranks differ in ')]
+    return [str(w.message).removeprefix(begin) for w in ws if str(w.message).startswith(begin)]
 
 ways = pytest.mark.parametrize('n,shard', [(2,False),(3,False),(2,True)])
 
@@ -216,6 +216,23 @@ def test_cost():
     plain,held,longer,named,longer_named = [on_ranks(lambda rank: _ran(rank, *cbs, epochs=n), join=False)[0] for cbs,n in cases]
     test_eq(held-plain, Counter({'c10d::allreduce_':2})) # of Quiet, one an epoch
     test_eq(longer_named-named, longer-plain)
+
+class CountsSamples(Callback):
+    "Samples and batches of a rank, and numbers that do not grow by them"
+    def before_fit(self): self.n,self.seen,self.steps,self.size = 0,tensor(0),0,12
+    def after_batch(self):
+        if not self.training: return
+        self.n += len(self.x)
+        self.steps += 1
+        self._together(len(self.x))
+    def _together(self, n): self.all = num_distrib()*n*(self.iter+1)
+
+@pytest.mark.parametrize('n', [2,3])
+def test_counted_samples_of_equal_parts(n):
+    "A number that grows by the samples of each rank is named where all ranks have equally many; batches, and what all ranks have, are not"
+    def f(rank): return told(CountsSamples, begin='Ranks have ')
+    first,*others = on_ranks(f, n)
+    assert len(first)==1 and f'{36//(4*n)*4} in CountsSamples.n (test_attributes.py:' in first[0] and 'epoch 0' in first[0] and not any(others), (first,others)
 
 class Collects(Callback):
     "Batches and predictions of a rank, each batch in a list; and what is of the last batch, in lists too"
