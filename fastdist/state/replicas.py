@@ -222,6 +222,8 @@ def whole_values(
     return res
 
 # %% ../../nbs/402_state.replicas.ipynb #9db7b53c
+def _version(t): return None if t.is_inference() else t._version
+
 class LastBatch:
     "Tells a tensor of the last batch from one that is carried along"
     def __init__(self): self.early,self.sizes = {},set()
@@ -230,7 +232,7 @@ class LastBatch:
         values # What is there before the first batch
     ):
         "Record which tensors are there before the first batch"
-        self.early = {id(v):weakref.ref(v) for v in values if isinstance(v, Tensor)}
+        self.early = {id(v):(weakref.ref(v), _version(v)) for v in values if isinstance(v, Tensor)}
 
     def see(self,
         learn:Learner # That has just seen a batch
@@ -246,8 +248,16 @@ class LastBatch:
     )->bool:
         "Return whether `t` belongs to the graph of the last batch, or has its rows"
         if not isinstance(t, Tensor): return False
-        if id(t) in self.early and self.early[id(t)]() is t: return False
+        if self._was_early(t): return False
         return t.grad_fn is not None or not (self.sizes-{0,1}).isdisjoint(t.shape)
+
+    def _was_early(self, t): return id(t) in self.early and self.early[id(t)][0]() is t
+
+    def unchanged(self,
+        t # A tensor, or anything else
+    )->bool:
+        "Return whether `t` was there before the first batch, and nothing was written into it"
+        return isinstance(t, Tensor) and self._was_early(t) and self.early[id(t)][1]==_version(t)
 
 # %% ../../nbs/402_state.replicas.ipynb #af2efceb
 def source_line(
@@ -338,7 +348,7 @@ _trained = ('Each rank changes it by its own samples, so it is not what one proc
     '(all_reduce of p.grad, divided by the number of ranks), or let the Learner train it')
 _carried = ('Each rank changes it by its own samples, or has drawn it, so it is not what one process has. HINT: let what is counted be '
     'a metric, or all_reduce it over ranks where it is updated; average over ranks what a module carries along; seed what is drawn')
-_counted = ('Each rank has counted its own samples, {} in the epoch, where one process counts those of all ranks. HINT: let what is counted be a metric, '
+_counted = ('Each rank has counted its own samples, where one process counts those of all ranks. HINT: let what is counted be a metric, '
     'or all_reduce it over ranks')
 _collected = ('It grows by each batch, and has rank 0\'s part of the samples, where one process has all. HINT: get_preds and metrics have the samples of all ranks; '
     'or let the fit that collects run in one process, outside of the context')
@@ -375,20 +385,22 @@ class AttributeComparison:
 
     def table(self,
         samples:int=0, # That this rank has had in the epoch
-        batches:int=0 # Likewise
+        batches:int=0, # Likewise
+        training:bool=True # Whether to compare all; after an evaluation attributes that it has changed
     ):
         "Return a fingerprint of each value of attributes that were not reported; whole numbers that have counted `samples` have an entry more"
         self.attrs,self.values,self.why = {},{},{} # name -> attribute; name -> value; attribute -> meaning
-        for found,why in self.parts:
+        for found,why in self.parts if training else self.parts[:1]:
             for attr,values in found().items():
                 if attr in self.reported: continue
                 kept = {n:v for n,v in values.items() if n not in self.own and not self.batch.has(v)}
+                if not training: kept = {n:v for n,v in kept.items() if not self.batch.unchanged(v)}
                 self._add(attr, kept, why)
         for attr,kept in self._collected().items():
             if kept and attr not in self.reported: self._add(attr, kept, _collected)
-        grown = {n:v-self.early[n] for n,v in self.values.items() if isinstance(v, int) and n in self.early}
-        self.counted = {f'{n} counts samples':(n,samples) for n,by in grown.items() if by==samples>batches} # else it may count batches
-        return fingerprints(self.values | dict.fromkeys(self.counted, 1))
+        grown = {n:v-self.early.get(n, 0) for n,v in self.values.items() if isinstance(v, int)}
+        self.counted = {n:f'{n} counts samples' for n,by in grown.items() if by==samples>batches} # else it may count batches
+        return fingerprints(self.values | dict.fromkeys(self.counted.values(), 1))
 
     def _add(self, attr, values, why):
         self.why[attr] = why
@@ -408,10 +420,10 @@ class AttributeComparison:
     ):
         "Warn on rank 0 of what differs between `tables`, and of what is the same and has counted each rank's samples; all ranks take part"
         if tables: self._report_different(tables, when)
-        for entry,(n,samples) in self.counted.items():
+        for n,entry in self.counted.items():
             if self.attrs[n] in self.reported or not all(entry in t for t in tables): continue
             self.reported.add(self.attrs[n])
-            if not self.rank: warn(f'Ranks have {self.values[n]} in {n}{self._line(n)} {when}. {_counted.format(samples)}')
+            if not self.rank: warn(f'Ranks have {self.values[n]} in {n}{self._line(n)} {when}. {_counted}')
         self.values = {}
 
     def _line(self, name):

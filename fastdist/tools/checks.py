@@ -208,9 +208,8 @@ class DesyncCheck(Callback):
     def _trainer(self): return first(self.learn._grab_cbs(DistributedTrainer))
 
     def before_fit(self):
-        "Count steps from 0, and take over the check at the end of an epoch's training"
-        self.n_steps,trainer = 0,self._trainer
-        if trainer and trainer.parts: trainer.parts.compares = False
+        "Count steps from 0"
+        self.n_steps = 0
     def before_train(self):
         "Note what buffers hold when the epoch begins"
         self.began = fingerprints(local_buffers(self.model)) if grouped() else {}

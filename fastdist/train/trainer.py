@@ -15,7 +15,7 @@ The trainer does little by itself. It joins the job and leaves it, and sends wha
 | `Evaluate` | losses, metrics and predictions as one process has them |
 | `Buffers` | what forward passes change in the model |
 | `Events` | who is called, and what ranks decide together |
-| `AttributeComparison` | what callbacks and modules hold beside the model, compared once an epoch |
+| `AttributeComparison` | what callbacks and modules hold beside the model, compared after each training and evaluation |
 
 `Training` says what a fit, an evaluation and a phase begin and end; what is begun is ended in a `finally`."""
 
@@ -185,7 +185,7 @@ class Training:
     ):
         w,learn = job.world,job.learn
         self.job,self.learn,self.desync_check,self.lists = job,learn,desync_check and w.size>1,None
-        self.compares = self.dropped = self.announced = False # whether ranks compare in this fit; whether an error ended a step; whether rank 0 has said where ranks train
+        self.compares = self.dropped = self.announced = False # whether ranks compare in this fit or evaluation; whether an error ended a step; whether rank 0 has said where ranks train
         self.copied = False # whether ranks are copies of one process, and so have the same Learner
         self.finding = False # whether `lr_find` makes this fit, which has as many epochs as its steps need
         self.events = Events(learn, w.rank if w.size>1 else None, job.control)
@@ -224,7 +224,6 @@ class Training:
                 if self.finding: learn.n_epoch = cb.num_it//len(share)+1 # the script's loader has more batches than ranks make steps
                 _find_in_memory(cb)
         self.gradients.wrap()
-        self.compares = self.desync_check and many
         if self.dropped: phases.warn_once('dropped', _dropped)
         if many and not self.announced and not job.world.rank: print(_startup(job.world, share))
         self.dropped,self.announced = False,True
@@ -275,28 +274,33 @@ def _together(parts, event_type):
     with job.together(partial(loop_place, learn), events.position), own, parts.evaluate.watching(), _restored(parts, event_type):
         parts.layout.restart(learn)
         if not parts.copied: check_alike(learner_facts(learn, event_type, deciders(learn.cbs)))
-        events.voting = True
+        events.voting,parts.compares = True,parts.desync_check
         _hand_over(learn, parts.phases, parts.layout, _own_helpers(job))
         with parts.phases.shown() if event_type=='fit' else nullcontext():
             try: yield
             finally: job.control.interrupt.enabled = False # before anything that puts back begins; a call would come too late
 
 def _in_phase(parts, run, f, event_type, *args):
-    "Run a pass over a loader, and compare what ranks hold at the end of training"
+    "Run a pass over a loader, and compare what ranks hold at its end; a pass within another is part of that"
     train,attributes,cancelled,batch = event_type=='train',parts.attributes,None,parts.gradients.passes.batch
     before = batch.samples
     with parts.phases.nested():
-        if train and parts.compares: attributes.begin()
+        compares = parts.compares and (train or len(parts.phases.open)==1)
+        if compares: attributes.begin()
         try: run(f, event_type, *args)
         except (CancelEpochException,CancelFitException) as e: cancelled = e # all ranks leave alike, and one of them may have decided by its own samples
         if cancelled and train:
             for cb in _own_helpers(parts.job): cb.before_state() # `after_train` was skipped
         parts.layout.rest()
         if parts.compares: attributes.see()
-        if train and parts.compares:
+        if compares and train:
             when = f'at the end of training in epoch {parts.learn.epoch}'
             table = attributes.table(batch.samples-before, parts.learn.iter+1)
             attributes.report(parts.layout.compare(parts.learn, when, table), when)
+        elif compares:
+            sizes = parts.phases.current.sizes if parts.phases.current else []
+            table = attributes.table(sum(sizes), len(sizes), training=False)
+            attributes.report(differing_tables(table), 'at the end of an evaluation')
     if cancelled: raise cancelled
 
 # %% ../../nbs/709_train.trainer.ipynb #62b74465
@@ -422,7 +426,7 @@ class DistributedTrainer(WrapperCallback):
 
     def _on_batch(self, do_one_batch):
         run,parts,layout = partial(super()._on_batch, do_one_batch),self.parts,self.parts.layout
-        if parts.compares and self._learner.training and self._learner.iter==2: parts.attributes.look()
+        if parts.compares and self._learner.iter==2: parts.attributes.look()
         if self._learner.training and layout.through is not None: return self.parts.gradients.run_batch(run)
         with layout.evaluation(): run()
 
@@ -433,7 +437,7 @@ class DistributedTrainer(WrapperCallback):
             if parts.gradients.accumulates: raise CancelBatchException
             f = parts.layout.counted(f)
         if self.lean and event_type in ('batch','backward','step'):
-            if event_type=='batch' and (learn.training or parts.layout.gathers): f = partial(self._on_batch, f)
+            if event_type=='batch' and (learn.training or parts.layout.gathers or learn.iter==2): f = partial(self._on_batch, f)
             return run_events(learn._call_one, partial(_confirmed, events, f), event_type, ex, final)
         run = partial(super()._on_with_events, run)
         passes,inner = event_type in ('train','validate'),self._fitting or bool(parts.phases.open)

@@ -1,5 +1,5 @@
 "What callbacks, modules and the loss hold beside the model is compared at the end of an epoch's training, and named where ranks differ"
-import time,warnings,pytest
+import re,time,warnings,pytest
 from collections import Counter,deque
 from fastcore.test import test_eq
 from fastai.basics import *
@@ -112,10 +112,10 @@ class Average(Callback):
     def after_step(self):
         for a,p in zip(self.avg.parameters(), self.model.parameters()): a.data.lerp_(p.data, .1)
 
-def learner(*cbs, model=None, **kw):
+def learner(*cbs, model=None, bs=4, n_valid=8, **kw):
     set_seed(3)
-    data = [(torch.randn(3), torch.randn(1)) for _ in range(44)]
-    dls = DataLoaders.from_dsets(data[:36], data[36:], bs=4, num_workers=0, device='cpu')
+    data = [(torch.randn(3), torch.randn(1)) for _ in range(36+n_valid)]
+    dls = DataLoaders.from_dsets(data[:36], data[36:], bs=bs, num_workers=0, device='cpu')
     return Learner(dls, model or nn.Linear(3,1), loss_func=MSELossFlat(), cbs=[o() for o in cbs], **kw)
 
 def told(*cbs, model=None, epochs=2, begin='Ranks differ in ', **kw):
@@ -145,6 +145,10 @@ def test_counts(n, shard):
     first,*others = on_ranks(lambda rank: told(Counts, shard=shard), n)
     assert {o.split()[0] for o in first}=={'Counts.hits','Counts.hard'} and len(first)==2 and not any(others), (first,others)
     assert all('HINT: let what is counted be a metric' in o and 'epoch 0' in o for o in first), first
+
+def test_counts_beside_desync_check():
+    first,*_ = on_ranks(lambda rank: told(Counts, partial(DesyncCheck, 2)), 2)
+    assert {o.split()[0] for o in first}=={'Counts.hits','Counts.hard'}, first
 
 @ways
 @pytest.mark.by_default('2-False')
@@ -233,6 +237,30 @@ def test_counted_samples_of_equal_parts(n):
     def f(rank): return told(CountsSamples, begin='Ranks have ')
     first,*others = on_ranks(f, n)
     assert len(first)==1 and f'{36//(4*n)*4} in CountsSamples.n (test_attributes.py:' in first[0] and 'epoch 0' in first[0] and not any(others), (first,others)
+
+class InValidation(Callback):
+    "Predictions and samples of a rank in validation, and predictions of its last batch"
+    def before_validate(self): self.preds,self.n,self.last = [],0,[]
+    def after_batch(self):
+        if self.training: return
+        self.preds.append(self.pred)
+        self.n += len(self.x)
+        self.last = [self.pred,self.y]
+
+def in_evaluation(how):
+    "What the warnings name of a fit of one epoch, or of an evaluation"
+    learn = learner(InValidation, bs=2, n_valid=24)
+    with warnings.catch_warnings(record=True) as ws, learn.no_bar(), learn.no_logging(), learn.distrib_ctx():
+        warnings.simplefilter('always')
+        how(learn)
+    return [re.match(r'Ranks (?:differ|have \d+) in (\S+)', str(w.message))[1] for w in ws if str(w.message).startswith('Ranks ')]
+
+@pytest.mark.parametrize('n', [2,3])
+@pytest.mark.parametrize('how', [lambda o: o.fit(1), lambda o: o.validate(), lambda o: o.get_preds()], ids=['fit','validate','get_preds'])
+@pytest.mark.by_default('fit-3','validate-2','get_preds-2')
+def test_evaluations_are_compared(n, how):
+    first,*others = on_ranks(lambda rank: in_evaluation(how), n)
+    assert first==['InValidation.preds.0','InValidation.n'] and not any(others), (first,others)
 
 class Collects(Callback):
     "Batches and predictions of a rank, each batch in a list; and what is of the last batch, in lists too"

@@ -219,7 +219,7 @@ def exchanges(rank, *cbs, **kw):
 def test_one_collective_a_check(every):
     (n,without),(_,checked),(_,both) = [on_ranks(lambda rank: exchanges(rank, *cbs, **kw), join=False)[0] for cbs,kw in
         (([],dict(desync_check=False)), ([],{}), ([DesyncCheck(every)],{}))]
-    test_eq((checked-without, both-without), (Counter({'c10d::allreduce_':1}), Counter({'c10d::allreduce_':n//every+1})))
+    test_eq((checked-without, both-without), (Counter({'c10d::allreduce_':2}), Counter({'c10d::allreduce_':n//every+3}))) # the context compares after training and after validation, the callback every few steps and after training
 
 def test_one_process_compares_nothing():
     learn = fitted(digits(), DesyncCheck(1))
