@@ -14,7 +14,7 @@
 | `DistributedTrainer`, `ParallelTrainer` | the callbacks behind the contexts |
 | `setup_distrib`, `teardown_distrib`, `this_world`, `World` | join a job and leave it by hand; rank, size and device of this process |
 | `on_ranks` | call a function on a few CPU ranks, as the pages here do |
-| `RankError`, `WorldError`, `OptionError`, `DesyncError`, `ResumeError`, `ReturnError`, `Preempted` | what is raised, each with what was set, what was found, and what to do |
+| `RankError`, `WorldError`, `OptionError`, `DesyncError`, `ResumeError`, `Preempted` | what is raised, each with what was set, what was found, and what to do |
 
 Modules:
 
@@ -107,7 +107,7 @@ with warnings.catch_warnings(): # of what these packages use, which is nobody's 
     import accelerate,fastai.basics
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fastai.torch_core import num_distrib, rank_distrib
-from .base.errors import DesyncError, OptionError, Preempted, RankError, ResumeError, ReturnError, SeedError, VersionError, WorldError
+from .base.errors import DesyncError, OptionError, Preempted, RankError, ResumeError, SeedError, VersionError, WorldError
 from .launch.world import World, install_fault, own_version
 from .launch.group import this_world, setup_distrib, teardown_distrib
 from .launch.fork import on_ranks
@@ -128,7 +128,7 @@ __doc__ = (__doc__ or '').partition('\n\nModules:')[0] # nbdev-export writes a l
 __version__ = own_version()
 if (_fault := install_fault()): warnings.warn(_fault, stacklevel=2)
 __all__ = ['DataParallel', 'DistributedDataParallel', 'World', 'WorldError', 'this_world', 'setup_distrib', 'teardown_distrib', 'RankError', 'on_ranks',
-    'rank0_first', 'DistributedDL', 'OptionError', 'ReturnError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
+    'rank0_first', 'DistributedDL', 'OptionError', 'Accelerator', 'ParallelTrainer', 'DistributedTrainer', 'DesyncCheck',
     'DesyncError', 'Checkpoint', 'ResumeError', 'SeedError', 'VersionError', 'Preempted', 'Timeline', 'Trace', 'Comparison', 'rank_distrib', 'num_distrib']
 
 for _name in __all__:

@@ -84,7 +84,7 @@ def _returned(objs, found, into):
     if objs and not into: return objs.load(*pickle.loads(changed))
     if into and len(into)!=len(states):
         raise ValueError(f'result takes {len(states)} objects, as many as the job has trained, got {len(into)}. HINT: give them in the order in which the function has them')
-    put_returned(*zip(into, states))
+    for o,state in zip(into, states): state.put(o)
     return TrainedPair(model_and_opt(into[0])) if into and isinstance(res, TrainedPair) else res
 
 # %% ../nbs/902_accelerator.ipynb #bf8395d3

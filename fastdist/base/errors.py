@@ -10,7 +10,7 @@ says what was set, what was found, and after `HINT:` what to do."""
 
 # %% auto #0
 __all__ = ['WorldError', 'OptionError', 'VersionError', 'private', 'RankError', 'add_note', 'some_of', 'everywhere',
-           'is_everywhere', 'is_broken', 'ReturnError', 'DesyncError', 'ResumeError', 'SeedError', 'Preempted']
+           'is_everywhere', 'is_broken', 'DesyncError', 'ResumeError', 'SeedError', 'Preempted']
 
 # %% ../../nbs/000_base.errors.ipynb #9e3a51c3
 import copyreg,signal
@@ -115,16 +115,6 @@ def is_broken(
     return isinstance(e, RuntimeError) and not isinstance(e, RankError) and any(o in str(e) for o in signs)
 
 # %% ../../nbs/000_base.errors.ipynb #f815d005
-class ReturnError(_Sent, RuntimeError):
-    "Raised where the state that ranks have trained does not fit the object of the parent process; the file `path` holds that state"
-    def __init__(self,
-        why:str, # The first difference
-        path # File with all that came back
-    ):
-        super().__init__(f'What trained on the ranks does not fit what the parent process has: {why}. Nothing was changed here. All that came back is in {path}. '
-            f'HINT: state = torch.load({str(path)!r}, weights_only=False); state["model"] and state["opt"] are the state dicts')
-        self.path = path
-
 class DesyncError(RuntimeError):
     "Raised where ranks differ in a value that must be the same on all"
 

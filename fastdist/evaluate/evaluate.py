@@ -1,7 +1,7 @@
 """Validation losses, metrics and predictions, as one process would have them
 
 Each rank evaluates its slices of the global batches with the unwrapped model, and exchanges nothing meanwhile but what a metric that needs whole batches asks for. When the phase ends, all that the reports need goes through one
-exchange: the state of each metric, and for some losses a few numbers for each batch. Metrics that keep rows take a second one, for their values.
+exchange: the state of each metric, and for some losses a few numbers for each batch.
 
 An average of the values of ranks is not enough. It is right for a mean over samples when all ranks have the same number of them, and
 for nothing else.
@@ -220,7 +220,7 @@ class Evaluate(JobCallback):
     order,of_all_ranks = 11.01,True # after the trainer, which opens and ends phases
     def __init__(self, **parts):
         super().__init__(**parts)
-        self.ways,self.planned = {},[] # `ways`: identity of a metric -> its way to be merged, `None` to be probed again; `planned`: these metrics
+        self.unmerged = [] # metrics that could not be merged, and get whole batches
         self.older,self.record,self.left,self.dst = [],None,None,None # `dst`: the only rank that gets predictions
 
     def _metrics(self, training=False):
@@ -294,11 +294,6 @@ class Evaluate(JobCallback):
         "Let metrics accumulate again, also after an error"
         for m in self._metrics(): self._set_silent(m, False)
 
-    def forget(self):
-        "Forget how metrics are merged, and the reduction of losses, after an error that ranks had at different places"
-        self.ways,self.planned = {},[]
-        self.reduction.forget()
-
     def _loss_numbers(self):
         "Return this rank's part of numerator and denominator of the batch's loss; in training that loss is the same on all ranks already"
         learn = self.learn
@@ -308,21 +303,13 @@ class Evaluate(JobCallback):
             l = learn.loss.detach().mean()
             return torch.stack([l, torch.ones_like(l)])
 
+    def _way(self, m): return 'whole' if any(m is o for o in self.unmerged) else known_way(m)
+
     def _plan(self, ph, here):
-        "Set how each metric is merged; what a batch with targets does not show is probed again in the next phase, and gets whole batches meanwhile"
+        "Find out how the loss reduces, and which metrics get whole batches"
         self.reduction.determine(here)
         ph.zeros = {id(m):zero_state(m) for m in self._metrics()}
-        new = [m for m in self.learn.metrics if self.ways.get(id(m)) is None]
-        ways = {id(m):known_way(m) for m in new}
-        probed = [m for m in new if ways[id(m)] is None]
-        if probed:
-            mine = None
-            if here and len(here.yb): mine = [is_mean(m.func, here.pred, here.yb) for m in probed]
-            found = [o for o in gather_objs(mine) if o is not None]
-            for m,*o in zip(probed, *found): ways[id(m)] = common_way(o)
-        self.ways |= ways # a rank that an error ends before has planned nothing, as the others
-        self.planned += new
-        ph.whole = [m for m in self.learn.metrics if self.ways[id(m)] in (None,'whole')]
+        ph.whole = [m for m in self.learn.metrics if self._way(m)=='whole']
 
     def _show_global(self, ph, here):
         "Call the metrics that need whole batches on the Learner with the attributes of one process"
@@ -343,10 +330,9 @@ class Evaluate(JobCallback):
         mets,losses = self._metrics(training),None
         for m in mets: self._set_silent(m, False)
         if ph.losses: losses = torch.stack(ph.losses).double().cpu()
-        ways = {k:way or 'whole' for k,way in self.ways.items()}
+        ways = {id(m):self._way(m) for m in mets}
         for m,why in merge_metrics(mets, ph.sizes, ph.zeros, ways, losses):
-            self.ways[id(m)] = 'whole'
-            self.planned.append(m)
+            self.unmerged.append(m)
             if self.record: self.record.differing.add(m.name)
             if not self.phases.world.rank: warn(_unmerged.format(m.name, why))
 

@@ -6,7 +6,7 @@ Each rank evaluates its own samples, so what fastai prints on rank 0 is about th
 
 But a metric is a small state that grows with each batch: a sum and a count, a list of predictions, a maximum. States are merged once, at the end of the phase, and the metric computes its value from the result. It is the value of one process for any number of samples, ranks and batches.
 
-Nothing says of a user's metric whether numbers add up or the largest counts. To take all for sums would make a recall, or a metric that looks at the largest error, wrong without a warning. So a way to merge states is known, or the metric gets whole batches, as one process has them, which is right whatever it does. Known are the metrics of fastai, which keep sums and rows, and its functions that are means over samples, such as `accuracy`. Any other function that fastai averages is probed: if it is a mean over samples, ranks add up. All else is the user's to say, by an attribute `merge` of the metric or of the function.
+Nothing says of a user's metric whether numbers add up or the largest counts. To take all for sums would make a recall, or a metric that looks at the largest error, wrong without a warning. So a way to merge states is known, or the metric gets whole batches, as one process has them, which is right whatever it does. Known are the metrics of fastai, which keep sums and rows, and its functions that are means over samples, such as `accuracy`. All else is the user's to say, by an attribute `merge` of the metric or of the function.
 
 | `merge` | what ranks do at the end of an evaluation |
 |---|---|
@@ -24,8 +24,7 @@ A metric that keeps all predictions has those of all ranks afterwards, on each r
 
 # %% auto #0
 __all__ = ['is_average', 'state_of', 'zero_state', 'is_helper', 'equal_values', 'gained', 'in_turn', 'is_number', 'merge',
-           'merge_items', 'join_rows', 'take_rows', 'known_way', 'is_mean', 'common_way', 'batch_losses',
-           'merge_metrics']
+           'merge_items', 'join_rows', 'take_rows', 'known_way', 'batch_losses', 'merge_metrics']
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #854073ad
 import numbers,pickle,torch,numpy as np
@@ -204,75 +203,18 @@ def _stated_way(met):
 
 def known_way(
     met:Metric # fastai's or a user's
-): # 'sum', 'rows', 'max', 'min', 'last', a dict of these by attribute, or 'whole'; `None` where a probe has to show it
-    "Return the way to merge `met`, as far as its type or its user says"
+): # 'sum', 'rows', 'max', 'min', 'last', a dict of these by attribute, or 'whole'
+    "Return the way to merge `met`, as its type or its user says; 'whole' where neither does"
     way = _stated_way(met)
     if way is not None: return way
     if type(met).accumulate is Metric.accumulate: return 'sum'
     users = [c for c in type(met).__mro__[:-1] if not c.__module__.startswith('fastai.')]
     own = {k for c in users for k,v in vars(c).items() if isinstance(v, (FunctionType,property))}
     if not own<=_kept or isinstance(met, AvgSmoothLoss): return 'whole'
-    unknown = is_average(met) and not any(met.func is o for o in _means)
-    return None if unknown else 'sum'
-
-# %% ../../nbs/301_evaluate.metrics.ipynb #be5afeff
-def _mix(t, others, g):
-    "Return a tensor like `t`, each number of which comes from `t` or from a random one of `others`"
-    ts = [o.as_subclass(torch.Tensor).to(t.device, t.dtype) for o in (t,*others)]
-    at = torch.randint(len(ts), (1,*t.shape), generator=g).to(t.device)
-    return torch.stack(ts).gather(0, at)[0].as_subclass(type(t))
-
-def _other_targets(pred, y, g):
-    "Return tensors like the targets `y` with other values: predicted and random classes, or predictions"
-    res = [y.flip(0), torch.zeros_like(y), torch.ones_like(y)]
-    if not isinstance(pred, torch.Tensor): return res
-    if y.is_floating_point(): return res+[pred.reshape(y.shape)] if pred.numel()==y.numel() else res
-    for d in range(1, pred.ndim):
-        if pred.shape[:d]+pred.shape[d+1:]!=y.shape: continue
-        return [*res, pred.argmax(d), torch.randint(pred.shape[d], y.shape, generator=g)]
-    return res
-
-def _mixed(pred, yb, ignore=False, preds=False):
-    "Return predictions and mixed targets, with `ignore` some of -100, with `preds` mixed predictions too"
-    g = torch.Generator().manual_seed(0)
-    def target(y):
-        if not isinstance(y, torch.Tensor) or not y.ndim: return y
-        ignored = ignore and y.ndim>1 and not y.is_floating_point()
-        return _mix(y, _other_targets(pred, y, g)+[torch.full_like(y, -100)]*ignored, g)
-    def prediction(p):
-        return _mix(p, [-p, p.flip(-1)], g) if isinstance(p, torch.Tensor) and p.ndim else p
-    yb = apply(target, yb)
-    return (apply(prediction, pred) if preds else pred),yb
-
-# %% ../../nbs/301_evaluate.metrics.ipynb #b35a0db5
-def is_mean(
-    f, # Function of predictions and targets
-    pred, # Of a batch, nested
-    yb:tuple # Its targets
-)->bool: # `None` where the batch does not show it
-    "Return whether `f` is a mean over samples, as a probe finds; `False` too where it cannot be probed"
-    n = find_bs(yb)
-    if n<2: return
-    def run(copies):
-        found = {how_reduced(copies, (pred,*yb), n, 1e-5)}
-        size = sum(o.numel() for o in L(pred) if isinstance(o, torch.Tensor))
-        m = max(n, 32) if size*32/n<2**22 else n
-        more = take_samples((pred,tuple(yb)), n, torch.arange(m)%n)
-        for how in ({}, dict(ignore=True), dict(preds=True)):
-            with suppress(Exception): # it cannot take such a batch
-                p,y = _mixed(*more, **how)
-                found.add(how_reduced(copies, (p,*y), m, 1e-5))
-        return found-{None}
-    found = probed(f, run, refused={'other'}, failed={'other'})
-    return found=={'mean'} if found else None
-
-# %% ../../nbs/301_evaluate.metrics.ipynb #f82be50f
-def common_way(
-    found:list # What `is_mean` returns on each rank
-)->str: # `None` where no rank has an answer
-    "Return the way to merge the average of a function, if the probes of all ranks agree"
-    if False in found: return 'whole'
-    if True in found: return 'sum'
+    if not is_average(met): return 'sum'
+    f = met.func
+    while isinstance(f, partial): f = f.func
+    return 'sum' if f in _means else 'whole'
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #f8589710
 def batch_losses(

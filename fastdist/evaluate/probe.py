@@ -323,8 +323,7 @@ def thirds(
 def how_reduced(
     copies:Copies, # Of the function
     args, # Its nested arguments
-    n:int, # Their samples
-    tol:float=1e-4 # Relative difference that is rounding
+    n:int # Their samples
 )->str: # 'sum', 'mean' or 'other'; `None` where the samples do not show it
     "Return how a function reduces a batch of samples to a number, or to a tensor of numbers; call it in `probed`"
     if n<2: return
@@ -336,7 +335,7 @@ def how_reduced(
     for one,rest in thirds(n):
         a,b = result(one),result(rest)
         size = torch.stack([a, b, whole]).abs().amax(0)
-        def near(o): return bool(((o-whole).abs()<=tol*size).all())
+        def near(o): return bool(((o-whole).abs()<=1e-4*size).all())
         if not whole.any() or near(a) and near(b): continue
         found.add(first([kind for kind,o in _joined(a, b, whole, len(one), n) if near(o)]) or 'other')
     return 'other' if len(found)>1 else first(found)

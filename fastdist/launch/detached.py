@@ -72,7 +72,7 @@ def find_folder(name:str, env:dict)->Path:
 # %% ../../nbs/020_launch.detached.ipynb #6ccf2ab0
 def _write_failure(e, d):
     "Write an error that says the same in another process"
-    if not isinstance(e, (RankError,OptionError,ReturnError,EngineError)): e = RankError(None, traceback_text(e), shown=False)
+    if not isinstance(e, (RankError,OptionError,EngineError)): e = RankError(None, traceback_text(e), shown=False)
     (d/'failure.part').write_bytes(pickle.dumps(e))
     (d/'failure.part').replace(d/'failure')
 

@@ -16,10 +16,10 @@ or of a list of them is as good as the original; a copy of what others hold too 
 # %% auto #0
 __all__ = ['passing', 'as_local', 'Kind', 'kind_of', 'attributes', 'set_attributes', 'preserved', 'local_state', 'is_trainable',
            'model_and_opt', 'form', 'form_changes', 'named_callbacks', 'has_state_methods', 'owners', 'stateful',
-           'ModelState', 'param_lists', 'OptimizerState', 'RestState', 'LearnerState', 'returned_state', 'put_returned']
+           'ModelState', 'param_lists', 'OptimizerState', 'RestState', 'LearnerState', 'returned_state']
 
 # %% ../../nbs/401_state.snapshot.ipynb #d1cf1df0
-import cloudpickle,os,tempfile,numpy as np
+import cloudpickle,numpy as np
 from collections import defaultdict
 from contextlib import contextmanager,nullcontext,suppress
 from contextvars import ContextVar
@@ -201,11 +201,10 @@ def stateful(
 # %% ../../nbs/401_state.snapshot.ipynb #f0655e81
 class ModelState:
     "Takes and puts the parts of a `LearnerState` that belong to a model"
-    parts = 'model','buffers','form','modes','grads','attrs'
+    parts = 'model','buffers','modes','grads','attrs'
     def __init__(self, net): self.net,self.modules,self.params = net,dict(net.named_modules()),dict(net.named_parameters())
 
     def model(self): return self.net.state_dict()
-    def form(self): return form(self.net)
     def modes(self): return {n:m.training for n,m in self.modules.items()}
     def grads(self): return {n:p.requires_grad for n,p in self.params.items()}
     def buffers(self):
@@ -371,52 +370,15 @@ def _can_pickle(o):
     with suppress(Exception): return bool(cloudpickle.dumps(o))
     return False
 
-def _only_picklable(values):
-    "Return `values` without those that cannot be pickled"
-    uncertain = {k:v for k,v in values.items() if kind_of(v)!=Kind.value}
-    if _can_pickle(uncertain): return values
-    return {k:v for k,v in values.items() if k not in uncertain or _can_pickle(v)}
+def _picklable(values): return {k:v for k,v in values.items() if kind_of(v)==Kind.value or _can_pickle(v)}
 
 def returned_state(
     o # A Learner, or an object with `model` and `optimizer`, of a job
 )->LearnerState:
     "Return the state of `o` that another process can read"
     res = LearnerState.take(o)
-    res['attrs'] = _only_picklable(res['attrs'])
+    res['attrs'] = _picklable(res['attrs'])
     if not isinstance(o, Learner): return res
-    res['values'] = {k:_only_picklable(v) for k,v in res['values'].items()}
-    res['own'] = _only_picklable(res['own'])
+    res['values'] = {k:_picklable(v) for k,v in res['values'].items()}
+    res['own'] = _picklable(res['own'])
     return res
-
-# %% ../../nbs/401_state.snapshot.ipynb #4ea5d1e9
-def _write_new(state):
-    "Write `state` to a new file, here or where files are temporary, and return its path"
-    for d in (os.getcwd(), tempfile.gettempdir()):
-        with suppress(OSError):
-            fd,path = tempfile.mkstemp('.pth', 'fastdist-came-back-', d)
-            os.close(fd)
-            write(state, path)
-            return path
-
-def _shapes(state): return {n:state['form'][n] for n in chain(state['modes'], state['grads'])}
-
-def _misfit(o, state):
-    "Return in words why `o` cannot have `state`, '' if it can"
-    mine = LearnerState.take(o, 'form', 'modes', 'grads', 'groups')
-    why = form_changes(_shapes(mine), _shapes(state))
-    here,there = [s['groups']['names'] or [] for s in (mine,state)]
-    fits = not here or [*map(len, here)]==[*map(len, there)]
-    if why or fits or None not in chain(*there): return why
-    return "the optimizer steps parameters that are not the model's, and other ones than here"
-
-# %% ../../nbs/401_state.snapshot.ipynb #4ea5d1ea
-def put_returned(
-    *pairs # Of a Learner, or an object with `model` and `optimizer`, here, and of what `returned_state` returned
-):
-    "Write states into objects; raise `ReturnError` and write nothing unless all fit"
-    for o,state in pairs:
-        why = _misfit(o, state)
-        if not why: continue
-        others = [dict(s) for _,s in pairs if s is not state]
-        raise ReturnError(why, _write_new(dict(state, others=others) if others else dict(state)))
-    for o,state in pairs: LearnerState(state).put(o)

@@ -247,7 +247,7 @@ def give_up(self:Training,
     params = [p for ps in self.learn.opt.param_lists for p in ps] if self.learn.opt else []
     self.dropped = _is_own(e) and any(map(_has_grad, params))
     self.layout.give_up()
-    self.evaluate.forget()
+    self.evaluate.reduction.forget()
 
 @contextmanager
 def _restored(parts, event_type):

@@ -7,7 +7,7 @@ from fastcore.test import test_eq
 from fastdist import *
 from fastdist.comm.rng import rank0_random
 from fastdist.launch.pickling import read,write
-from fastdist.state.snapshot import put_returned,returned_state
+from fastdist.state.snapshot import LearnerState,returned_state
 from learners import digits
 
 Range = namedtuple('Range', 'low high')
@@ -47,7 +47,7 @@ def fitted(learn):
 def brought(there, here, path):
     "What was trained `there`, written into `here`, by way of a file"
     write(returned_state(there), path)
-    put_returned((here, read(path)))
+    LearnerState(read(path)).put(here)
     return here
 
 def test_containers_of_any_type_come_home(tmp_path):
