@@ -330,8 +330,8 @@ class Evaluate(JobCallback):
         mets,losses = self._metrics(training),None
         for m in mets: self._set_silent(m, False)
         if ph.losses: losses = torch.stack(ph.losses).double().cpu()
-        ways = {id(m):self._way(m) for m in mets}
-        for m,why in merge_metrics(mets, ph.sizes, ph.zeros, ways, losses):
+        mets = [m for m in mets if self._way(m)=='sum']
+        for m,why in merge_metrics(mets, ph.sizes, ph.zeros, losses):
             self.unmerged.append(m)
             if self.record: self.record.differing.add(m.name)
             if not self.phases.world.rank: warn(_unmerged.format(m.name, why))

@@ -26,7 +26,6 @@ class InSlots(Metric):
 
 class Appended(Metric):
     "Rows in one tensor"
-    merge = 'rows'
     def reset(self): self.all = torch.zeros(0)
     def accumulate(self, learn): self.all = torch.cat([self.all, learn.pred[:,0].detach()])
     value = property(lambda self: self.all.std())

@@ -258,7 +258,7 @@ class Late(Metric):
     def reset(self): self.total,self.seen = 0.,None
     def accumulate(self, learn):
         self.total += len(learn.y)
-        if ((learn.x[:,0]>.6)&(learn.x[:,0]<1)).any(): self.seen = object # not in the first batch
+        if ((learn.x[:,0]>.6)&(learn.x[:,0]<1)).any(): self.seen = str(learn.x[0].tolist()) # not in the first batch, and other text on each rank
     value = property(lambda self: self.total)
 
 def said(rank, mk):
