@@ -1,6 +1,6 @@
 r"""A function of samples is run whole and in parts, once, on copies, and its results are compared
 
-A loss does not declare whether it is a mean or a sum, a metric function whether it is a mean over samples, a layer whether it looks at the other samples of its batch. N ranks have to know, since each of them has a part of the
+A loss does not declare whether it is a mean or a sum, a layer whether it looks at the other samples of its batch. N ranks have to know, since each of them has a part of the
 batch.
 
 Names, bytecode and signatures seem to tell. They tell what somebody has thought of: a loss called `intersection`, a mean that is divided by another number, a helper of a helper.
@@ -71,15 +71,15 @@ class _File(io.BytesIO):
 
 class _Pickler(cloudpickle.Pickler):
     "Pickler that keeps tensors, and objects that copies share with the original, in `met`"
-    def __init__(self, f, code):
+    def __init__(self, f):
         super().__init__(f)
-        self.f,self.code,self.met,self.index,self.classes = f,code,[],{},[]
+        self.f,self.met,self.index,self.classes = f,[],{},[]
 
     def persistent_id(self, o):
         "Return the number of `o` in `met`, `None` for an object to pickle"
         if isinstance(o, _too_much): raise ValueError(f'{type(o).__name__} is too much to be copied')
         if isinstance(o, FunctionType):
-            users = self.code and not of_library(made_in(o))
+            users = not of_library(made_in(o))
             if users and made_in(o) in sys.modules: cloudpickle.register_pickle_by_value(sys.modules[made_in(o)])
             if users: return
         elif not isinstance(o, (torch.Tensor,*_shared)): return
@@ -97,10 +97,10 @@ class _Pickler(cloudpickle.Pickler):
         return len(self.met)-1
 
 class _Unpickler(pickle.Unpickler):
-    "Unpickler of a copy, with copies of the tensors in `met`, with `params` of parameters too"
-    def __init__(self, raw, met, params):
+    "Unpickler of a copy, with copies of the tensors in `met`"
+    def __init__(self, raw, met):
         super().__init__(io.BytesIO(raw))
-        self.met,self.made,self.params = met,{},params
+        self.met,self.made = met,{}
 
     def persistent_load(self, i):
         "Return object `i`: a copy of a tensor, the same copy each time, or the shared object itself"
@@ -109,7 +109,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _make(self, o, value):
         if value is not None: return value.clone()
-        if not self.params or not isinstance(o, nn.Parameter): return o
+        if not isinstance(o, nn.Parameter): return o
         res = deepcopy(o)
         vars(res).update(vars(o))
         return res
@@ -131,14 +131,12 @@ def _restore_class(cls, was):
 class Copies:
     "Factory of copies of `o` in its present state; they share modules and what libraries define with it"
     def __init__(self,
-        o, # Of at most 64 MB, beside parameters; without a Learner, a callback or data
-        whole:bool=True # Whether parameters and the user's functions are copied, the former from what they hold when a copy is made; else they are shared
+        o # Of at most 64 MB, beside parameters, which are copied when a copy is made; without a Learner, a callback or data
     ):
-        self.whole,self.in_probe,f = whole,False,_File()
-        pickler,by_value = _Pickler(f, whole),cloudpickle.list_registry_pickle_by_value()
+        self.in_probe,f = False,_File()
+        pickler,by_value = _Pickler(f),cloudpickle.list_registry_pickle_by_value()
         try:
             pickler.dump(o)
-            if not whole: pickler.classes.clear()
             for cls in pickler.classes: pickler.dump(_class_state(cls)) # which may lead to further classes
         finally:
             added = cloudpickle.list_registry_pickle_by_value()-by_value
@@ -147,7 +145,7 @@ class Copies:
 
     def __call__(self):
         "Return a copy; in a probe the user's classes get the methods of this copy"
-        reader = _Unpickler(self.raw, self.met, self.whole)
+        reader = _Unpickler(self.raw, self.met)
         res = reader.load()
         if not self.in_probe: return res
         for cls in self.classes:

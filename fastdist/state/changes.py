@@ -94,8 +94,33 @@ def _in_cell(o):
     try: return [o.cell_contents]
     except ValueError: return []
 
-_items_of = _by_type({list:lambda o: [*list.__iter__(o)], set:lambda o: [*set.__iter__(o)], deque:lambda o: [*deque.__iter__(o)], CellType:_in_cell,
-    np.ndarray:lambda o: [*o.flat] if o.dtype==object else None})
+def _write_cell(o, items):
+    if items: o.cell_contents, = items
+    else: del o.cell_contents
+
+# %% ../../nbs/417_state.changes.ipynb #1dbef8b8
+def _write_set(o, items):
+    set.clear(o)
+    set.update(o, items)
+
+def _write_deque(o, items):
+    deque.clear(o)
+    deque.extend(o, items)
+
+# %% ../../nbs/417_state.changes.ipynb #1b7ca5b1
+def _in_array(o): return [*o.flat] if o.dtype==object else None
+
+def _write_array(o, items):
+    for i,v in enumerate(items): o.flat[i] = v
+
+_sequence_of = _by_type({list:(lambda o: [*list.__iter__(o)], lambda o,items: list.__setitem__(o, slice(None), items)),
+    set:(lambda o: [*set.__iter__(o)], _write_set), deque:(lambda o: [*deque.__iter__(o)], _write_deque),
+    CellType:(_in_cell,_write_cell), np.ndarray:(_in_array,_write_array)}) # how items are read and written
+
+def _items(o):
+    "Return the items of a list, a set, a deque, a variable of a closure or an array of objects, `None` for anything else"
+    kind = _sequence_of(o)
+    return kind[0](o) if kind else None
 
 # %% ../../nbs/417_state.changes.ipynb #cc5e3945
 def _of_function(f):
@@ -119,7 +144,7 @@ def _entries(o):
 def _is_weak(o):
     "Return whether `o` is a weak reference or a container of some, as the caches of libraries are; they stay what they are in each process"
     if _is_of(o, dict): held = [*dict.keys(o), *dict.values(o)]
-    elif _is_of(o, (list,set,deque)): held = _items_of(o)(o)
+    elif _is_of(o, (list,set,deque)): held = _items(o)
     else: return _is_of(o, ReferenceType)
     return ReferenceType in {*map(type, held)}
 
@@ -158,10 +183,9 @@ class Content:
     def __init__(self,
         o # Anything
     ):
-        read,generator,v = _items_of(o),_generator_of(o),_numbers(o)
-        weak = _is_weak(o)
-        self.attributes = _attributes(o)
-        self.entries,self.items = None if weak else _entries(o),read(o) if read and not weak else None
+        generator,v = _generator_of(o),_numbers(o)
+        self.attributes,self.entries,self.items = _attributes(o),None,None
+        if not _is_weak(o): self.entries,self.items = _entries(o),_items(o)
         self.state = generator[0](o) if generator else None
         self.fingerprint = self.memory = None
         if v is not None: self.fingerprint = _fingerprint(v),v.shape,v.dtype
@@ -189,11 +213,11 @@ def _module(o):
 
 def _parts(o):
     "Return what `o` refers to"
-    behind,entries,items = _behind_of(o),_entries(o),_items_of(o)
+    behind,entries = _behind_of(o),_entries(o)
     res = [*_attributes(o).values(), *(behind(o) if behind else ())]
     if entries is not None: res += [*entries, *entries.values()]
-    if items: res += items(o) or []
-    seen = behind or items or entries is not None or _is_of(o, _transparent)
+    res += _items(o) or []
+    seen = behind or _sequence_of(o) or entries is not None or _is_of(o, _transparent)
     if not seen and (not res or _has_c_fields(type(o))): res += _referents(o)
     return [*res, type(o)]
 
@@ -264,27 +288,6 @@ def _write_attributes(o, gone, new, order):
         if own is None or k not in own and isinstance(getattr(type(o), k, None), MemberDescriptorType): put(o, k, v)
         else: own[k] = v
 
-# %% ../../nbs/417_state.changes.ipynb #1dbef8b8
-def _write_set(o, items):
-    set.clear(o)
-    set.update(o, items)
-
-def _write_deque(o, items):
-    deque.clear(o)
-    deque.extend(o, items)
-
-def _write_cell(o, items):
-    if items: o.cell_contents, = items
-    else: del o.cell_contents
-
-# %% ../../nbs/417_state.changes.ipynb #1b7ca5b1
-def _write_array(o, items):
-    for i,v in enumerate(items): o.flat[i] = v
-
-def _write_list(o, items): list.__setitem__(o, slice(None), items)
-
-_items_writer = _by_type({list:_write_list, set:_write_set, deque:_write_deque, CellType:_write_cell, np.ndarray:_write_array})
-
 # %% ../../nbs/417_state.changes.ipynb #cd942767
 def write_change(
     o, # An object of this process
@@ -299,7 +302,7 @@ def write_change(
     if c.grad and c.grad[1]: o.grad = None
     if c.state is not None: _generator_of(o)[1](o, c.state)
     if c.entries: _write_entries(o, *c.entries)
-    if c.items is not None: _items_writer(o)(o, c.items)
+    if c.items is not None: _sequence_of(o)[1](o, c.items)
     if c.attributes: _write_attributes(o, *c.attributes)
 
 # %% ../../nbs/417_state.changes.ipynb #65dd7212

@@ -13,7 +13,7 @@ $r$ that of the further run, the value differs if $d>\max(d_0, 30r)$, with $d_0=
 __all__ = ['gap', 'scales', 'joined', 'distance', 'matching', 'first_place', 'Row', 'ComparedStep', 'read_trace', 'Comparison']
 
 # %% ../../nbs/806_tools.comparison.ipynb #b163e5c8
-import math,zipfile
+import math
 from dataclasses import dataclass
 from itertools import takewhile
 from fastcore.all import *
@@ -276,7 +276,7 @@ def read_trace(
 )->list: # Of each rank, a dict of what it recorded, by fit, part and number
     "Return what all ranks have recorded"
     try: head,found = read_file(path)
-    except (OSError,zipfile.BadZipFile) as e: raise ValueError(f'{path} must be a trace that FASTDIST_TRACE or Trace has written, got: {e}') from e
+    except Exception as e: raise ValueError(f'{path} must be a trace that FASTDIST_TRACE or Trace has written, got: {e}') from e
     res = []
     for r in range(head['size']):
         if r: found = read_file(rank_file(path, r))[1]

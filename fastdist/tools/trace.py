@@ -14,8 +14,9 @@ __all__ = ['summary', 'per_sample', 'tensors_in', 'numbers_in', 'script_values',
            'read_file', 'Trace', 'TraceEnd', 'ShortTrace', 'trace_from']
 
 # %% ../../nbs/805_tools.trace.ipynb #608ab886
-import inspect,io,json,math,os,random,sys,time,zipfile,fastai.data.core,fasttransform.transform
+import inspect,json,math,os,random,sys,time,fastai.data.core,fasttransform.transform
 from collections import deque
+from contextlib import suppress
 from itertools import chain,islice
 from numbers import Real
 from traceback import extract_tb
@@ -34,6 +35,7 @@ from ..comm.rng import *
 from ..evaluate.loss import *
 from ..state.snapshot import *
 from ..state.replicas import *
+from ..state.folder import *
 from ..state.checkpoint import *
 from ..parallel.passes import *
 
@@ -286,9 +288,8 @@ def read_file(
     path # File of one rank
 )->tuple: # Number of ranks and the like; a list of what was recorded, in order
     "Return what one rank has recorded"
-    with zipfile.ZipFile(path) as z:
-        head,*names = z.namelist()
-        return json.loads(z.read(head)),[torch.load(io.BytesIO(z.read(o)), weights_only=True) for o in names]
+    found = torch.load(path, weights_only=True)
+    return found['head'],found['moments']
 
 def _between(learn):
     "Return what of the script runs between the loss and the gradients"
@@ -325,14 +326,14 @@ class Trace(OverridingCallback):
         "Begin a file, or go on with that of earlier fits of this process"
         self.file,self.done,self.draws,self.low,self.cancelled,self.grads = rank_file(self.path, _rank()),[0,0],{},set(),[],{}
         size = dist.get_world_size() if grouped() else 1
-        head = dict(run=f'{os.getpid()}-{_run}', rank=_rank(), size=size, torch=torch.__version__)
+        self.head,self.moments,self.fit = dict(run=f'{os.getpid()}-{_run}', rank=_rank(), size=size, torch=str(torch.__version__)),[],0
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        if zipfile.is_zipfile(self.file):
-            found,steps = read_file(self.file)
-            self.fit = 1+max([o['fit'] for o in steps], default=-1)
-            if found==head: return
-        self.fit = 0
-        with zipfile.ZipFile(self.file, 'w') as z: z.writestr('head.json', json.dumps(head))
+        with suppress(Exception): # there is no file, or another one
+            found,moments = read_file(self.file)
+            if found==self.head: self.moments,self.fit = moments,1+max([o['fit'] for o in moments], default=-1)
+        self._save()
+
+    def _save(self): write_atomically(partial(torch.save, dict(head=self.head, moments=self.moments)), self.file)
 
     def _write(self, part, i, n, points, computed=None, held=None, **more):
         "Record moment `i` of `part`: the samples in `points`, values that are `computed`, those that objects of the script hold, and `more`"
@@ -342,9 +343,8 @@ class Trace(OverridingCallback):
             values |= {k:(*summary(t), found is held) for k,t in found.items()} # what is held may be a clock
             samples |= {k:per_sample(t, n) for k,t in found.items() if t.ndim}
         more |= dict(fit=self.fit, part=part, i=i, n=n, floor=floor, draws=[*self.draws], cancelled=self.cancelled)
-        buf = io.BytesIO()
-        torch.save(more | dict(points=points, values=values, samples=samples), buf)
-        with zipfile.ZipFile(self.file, 'a') as z: z.writestr(f'{len(z.namelist()):05}.pt', buf.getvalue())
+        self.moments.append(more | dict(points=points, values=values, samples=samples))
+        self._save()
 
     def _stop(self):
         if self.watch: self.watch.close()

@@ -22,7 +22,7 @@ __all__ = ['cancels', 'accumulate', 'records_plainly', 'record_batch', 'call_of'
 
 # %% ../../nbs/701_train.events.ipynb #ae8c6caa
 import traceback,zlib
-from contextlib import ExitStack,contextmanager,suppress
+from contextlib import ExitStack,contextmanager
 from operator import attrgetter,is_not
 from fastcore.all import *
 from fastai.basics import *
@@ -200,11 +200,10 @@ _loop = 'dl','iter','n_iter','epoch','n_epoch','train_iter','pct_train','trainin
 def reverted(
     objs:list # Callbacks, metrics
 ):
-    "Return a context manager in which `objs` have copies of their lists, dicts and sets, and metrics of all that they hold; on exit their attributes are as before"
+    "Return a context manager in which `objs` have copies of their lists, dicts and sets, and metrics of tensors too; on exit their attributes are as before"
     with preserved(*objs):
         for o in objs: vars(o).update({k:v.copy() for k,v in vars(o).items() if isinstance(v, (list,dict,set,L))})
-        for o in filter(risinstance(Metric), objs):
-            with suppress(Exception): vars(o).update(vars(Copies(o, whole=False)()))
+        for o in filter(risinstance(Metric), objs): vars(o).update(copied(vars(o)))
         yield
 
 # %% ../../nbs/701_train.events.ipynb #2dde568d
