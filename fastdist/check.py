@@ -139,7 +139,7 @@ def _check_fit(rep, learn, make, shard=False):
     w = rep.world
     rep.begin('shards' if shard else 'replicas')
     fit_quietly(learn)
-    rep.add(check_shards(learn) if shard and w.size>1 else check_replicas(learn))
+    if not shard: rep.add(check_replicas(learn))
     rep.begin('exactness')
     with _on_purpose(): alone = fit_quietly(make(8*w.size, 24*w.size+5))
     rep.add(check_exactness(learn, alone))

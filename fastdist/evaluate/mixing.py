@@ -159,10 +159,6 @@ def tensor_versions(
     return [(id(t),t._version) for _,t in leaves('', was) if isinstance(t, Tensor)]
 
 # %% ../../nbs/307_evaluate.mixing.ipynb #6a67f2f7
-def _random_state():
-    py,npy,*ts = global_random()
-    return py,npy[1].tobytes(),npy[2:],[t is not None and t.numpy().tobytes() for t in ts]
-
 def _floats(o):
     "Return the tensors in the nested `o` as ones that can be averaged"
     ts,wide = [t for _,t in leaves('', o) if isinstance(t, Tensor)],(torch.float,torch.double)
@@ -175,9 +171,9 @@ def _parts_differ(o, run, part, total):
     if total<4: return
     pieces = (slice(0,c),1.),(slice(c,n),1.3),(slice(0,n),1+.3*(n-c)/n) # rows and factor of losses, of which that of the whole is the mean of those of its parts
     def found(copies):
-        before = _random_state()
+        before = global_random()
         a,b,whole = [_floats(run(copies, part(*piece))) for piece in pieces]
-        if _random_state()!=before or not len(a)==len(b)==len(whole): return
+        if not same_value(global_random(), before) or not len(a)==len(b)==len(whole): return
         return any(mixes(x, y, w, c, n) for x,y,w in zip(a, b, whole))
     return probed(o, found)
 

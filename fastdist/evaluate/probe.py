@@ -252,8 +252,7 @@ def unnoticed(
 def probed(
     o, # What is run; see `Copies`
     run:Callable, # Called with the `Copies` of `o`, without a mark
-    refused=None, # Result where no copy can be made, or where running one would leave a mark
-    failed=None # Result of any other error
+    refused=None # Result where no copy can be made, or where running one would leave a mark; `None` after any other error
 ):
     "Return what `run` returns; the one place where code of the user's is tried"
     try: copies = Copies(o)
@@ -261,7 +260,7 @@ def probed(
     try:
         with unnoticed(copies): return run(copies)
     except Refused: return refused
-    except Exception: return failed
+    except Exception: return
 
 # %% ../../nbs/300_evaluate.probe.ipynb #a1368d5e
 def _joined(a, b, whole, c, n):

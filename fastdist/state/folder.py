@@ -208,7 +208,7 @@ class States:
 
     def write(self,
         about:dict, # Position and what else identifies the state, which JSON can write
-        v, # A value that `check_plain` passes
+        v, # A value that `can_pack` passes
         label:str, # For the name of the folder, such as 'fit0-epoch2-batch40'
         pinned:bool=False, # Whether it stays beside the newest, as the end of a fit does
         packed:bool=False, # Whether `v` comes from `pack`

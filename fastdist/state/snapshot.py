@@ -359,12 +359,6 @@ class LearnerState(dict):
         if isinstance(o, Learner) and o.opt is None and self.get('opt'): o.create_opt()
         for h in self._holders(o): h.put(self)
 
-    def diff(self,
-        was:dict # An earlier state, or another one
-    )->list: # Of a name, the value in `was` and the value here; one may be `absent`
-        "Return the values in which this state differs from `was`, those in lists and dicts each by its name"
-        return differences(was, self)
-
 # %% ../../nbs/401_state.snapshot.ipynb #e0ef492d
 def _can_pickle(o):
     with suppress(Exception): return bool(cloudpickle.dumps(o))

@@ -11,8 +11,7 @@ But much is known beforehand: that each rank has a device of its own, that all r
 
 # %% auto #0
 __all__ = ['tolerances', 'Blobs', 'small_learner', 'fit_quietly', 'Finding', 'as_table', 'rank_place', 'place_table',
-           'missing_ranks', 'check_world', 'check_replicas', 'check_shards', 'check_exactness', 'local_buffers',
-           'DesyncCheck']
+           'missing_ranks', 'check_world', 'check_replicas', 'check_exactness', 'local_buffers', 'DesyncCheck']
 
 # %% ../../nbs/801_tools.checks.ipynb #bcc9d896
 import io,math,os,torch
@@ -149,20 +148,6 @@ def check_replicas(
     more = f', and {len(others)} more differ' if others else ''
     return Finding('replicas', f'{name} of ranks {ranks} is not that of rank {ref}{more}',
         'look for what one rank does alone: a default callback, a patch, another version of torch, or hardware that does not compute alike')
-
-# %% ../../nbs/801_tools.checks.ipynb #dc944b21
-def check_shards(
-    learn:Learner # Fitted in shards on all ranks, inside its context
-)->Finding:
-    "Return whether all ranks together hold each parameter once"
-    ps = dict(learn.model.named_parameters())
-    on_ranks = gather_objs({n:local(p).numel() for n,p in ps.items()})
-    most,n = max(sum(o.values()) for o in on_ranks),sum(p.numel() for p in ps.values())
-    found = f'{n} numbers in {len(ps)} parameters, at most {most} of them on a rank'
-    for k,p in ps.items():
-        if not p.ndim or sum(o[k] for o in on_ranks)==p.numel(): continue
-        return Finding('shards', f'{k} is not divided; {found}', 'see that all ranks have the same version of torch')
-    return Finding('shards', found)
 
 # %% ../../nbs/801_tools.checks.ipynb #ed7c564e
 tolerances = dict(weights=1e-5, reports=1e-6)

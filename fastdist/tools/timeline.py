@@ -87,14 +87,13 @@ def _in_blocks(ms):
 
 # %% ../../nbs/804_tools.timeline.ipynb #d76f3fad
 def find_late(
-    s:Steps, # Of all ranks
-    least:float=.1 # Part of the time from which on waiting counts
+    s:Steps # Of all ranks
 )->Late:
     "Return the rank, or the two ranks, for which the others wait"
     if s.size==1 or s.n<7: return Late([])
     cost,late = _in_blocks(waited_for(s)),_in_blocks(s.lateness)
     order,total = cost.sum(1).argsort()[::-1],cost.sum()
-    if total<least*s.total.mean()*s.n: return Late([])
+    if total<.1*s.total.mean()*s.n: return Late([]) # of the time is waiting
     for k,most in ((1,.75),(2,.8)):
         ranks,others = order[:k],order[k:]
         if s.size<2*k or cost[ranks].sum()<most*total: continue
@@ -131,27 +130,20 @@ def shifts(
     return np.median(rows[...,1]-rows[:1,:,1], 1).astype(np.int64) if rows.shape[1] else np.zeros(len(rows), dtype=np.int64)
 
 # %% ../../nbs/804_tools.timeline.ipynb #a95e75d6
-_before = 'data','to device','forward','backward','waiting','transfer'
-_in_order = *_before[:2],'callbacks',*_before[2:],'optimizer','validation','callbacks' # parts as they mostly come
-
 def trace_events(
     rows:np.ndarray, # As for `shifts`
     first:int=0 # Number of the first step
 )->list: # Dicts, as Chrome's trace format has them
-    "Return the parts of all steps of all ranks as events, with a track for each rank"
-    s = Steps(rows[...,2:]/1e6)
-    begins,met = (rows[...,0]-shifts(rows)[:,None])/1e3,(rows[...,1]-rows[...,0])/1e6
-    took = [s.part(o) for o in _in_order]
-    took[2] = np.clip(met-sum(s.part(o) for o in _before), 0, took[-1]) # callbacks before the exchange
-    took[-1] = took[-1]-took[2]
+    "Return the parts of all steps of all ranks as events, one behind the other, with a track for each rank"
+    s,begins = Steps(rows[...,2:]/1e6),(rows[...,0]-shifts(rows)[:,None])/1e3
+    took = {o:s.part(o)*1e3 for o in shown_parts}
     res = [dict(ph='M', name='process_name', pid=r, tid=0, args=dict(name=f'rank {r}')) for r in range(s.size)]
     for r,i in np.ndindex(s.size, s.n):
         ts = begins[r,i]-begins.min()
-        for k,ms in zip(_in_order, took):
-            us = ms[r,i]*1e3
-            what = dict(ts=round(float(ts), 3), dur=round(float(us), 3), args=dict(step=first+i))
-            if us>0: res.append(dict(ph='X', name=k, cat='step', pid=r, tid=0)|what)
-            ts += us
+        for k,us in took.items():
+            if us[r,i]==0: continue
+            res.append(dict(ph='X', name=k, cat='step', pid=r, tid=0, ts=round(float(ts), 3), dur=round(float(us[r,i]), 3), args=dict(step=first+i)))
+            ts += us[r,i]
     return res
 
 # %% ../../nbs/804_tools.timeline.ipynb #33c8c6a9
