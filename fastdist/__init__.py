@@ -19,7 +19,7 @@
 Modules:
 
 - `fastdist.accelerator`: One object for the parent process, which starts ranks, and for each rank
-- `fastdist.base.at_fork`: What a forked child closes of all that it inherits from its parent
+- `fastdist.base.at_fork`: What a forked child closes, and begins anew, of all that it inherits from its parent
 - `fastdist.base.errors`: The exceptions that fastdist raises
 - `fastdist.base.overrides`: Attributes of objects that are overridden in a context, and restored
 - `fastdist.base.signals`: Handlers of signals, shared with those of the user and of libraries

@@ -39,6 +39,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastdist.base.at_fork': { 'fastdist.base.at_fork._in_child': ('base.at_fork.html#_in_child', 'fastdist/base/at_fork.py'),
                                        'fastdist.base.at_fork._leave_fork_server': ( 'base.at_fork.html#_leave_fork_server',
                                                                                      'fastdist/base/at_fork.py'),
+                                       'fastdist.base.at_fork._restart_pools': ( 'base.at_fork.html#_restart_pools',
+                                                                                 'fastdist/base/at_fork.py'),
                                        'fastdist.base.at_fork.close_in_child': ( 'base.at_fork.html#close_in_child',
                                                                                  'fastdist/base/at_fork.py')},
             'fastdist.base.errors': { 'fastdist.base.errors.DesyncError': ('base.errors.html#desyncerror', 'fastdist/base/errors.py'),

@@ -1,4 +1,4 @@
-"""What a forked child closes of all that it inherits from its parent
+"""What a forked child closes, and begins anew, of all that it inherits from its parent
 
 A fork copies a process with all that it has open. A data worker inherits the sockets between the ranks, and as long as it lives, the other end does not see that its rank has died. It inherits the lock of a folder, which stays locked.
 
@@ -7,6 +7,8 @@ Python offers `os.register_at_fork`, and each module that opens something could 
 So there is one call, and a register of objects that belong to the process which made them. The child closes them, the newest first, and begins with an empty register.
 
 A fork server of `multiprocessing` is inherited too, by its process id, for which a child may not wait: where the parent has started one, each process that the child starts by `forkserver` ends in a `ChildProcessError` (python/cpython#86354). From Python 3.14 on it is how data workers start by default, so a notebook that has read a batch would have ranks that cannot read one. So the child forgets the server and starts one of its own where it needs one.
+
+So are pools of threads, without their threads. What a child hands to such a pool is never done, and the child waits for it. A data set that reads files by a pool has one, and so has the compiler of torch. So each pool begins anew in the child, and starts threads of its own.
 
 The first thing of all is about garbage. A store that the parent process served for an earlier group may be garbage by now, and its destructor joins a thread. Garbage collection in a child would call that destructor, and the
 thread does not exist there. So a child never collects the garbage of its parent."""
@@ -21,7 +23,9 @@ import gc,os,sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from operator import methodcaller
-from weakref import WeakKeyDictionary
+from queue import SimpleQueue
+from threading import Lock,Semaphore
+from weakref import WeakKeyDictionary,ref
 from fastcore.all import *
 
 # %% ../../nbs/003_base.at_fork.ipynb #583d416c
@@ -35,6 +39,7 @@ def close_in_child(
     _inherited.pop(o, None)
     _inherited[o] = close
 
+# %% ../../nbs/003_base.at_fork.ipynb #46f00005
 def _leave_fork_server():
     "Forget the fork server that the parent has started"
     server = getattr(sys.modules.get('multiprocessing.forkserver'), '_forkserver', None)
@@ -44,10 +49,21 @@ def _leave_fork_server():
     server.__init__()
     server.set_forkserver_preload(preload)
 
+def _restart_pools():
+    "Let each `ThreadPoolExecutor` of the parent start its threads anew; what was handed to it there is done there"
+    running = getattr(sys.modules.get('concurrent.futures.thread'), '_threads_queues', {})
+    for thread in [*running]:
+        del running[thread] # or the end of this process would wait for it
+        for pool in [o() for o in getattr(thread, '_args', ()) if isinstance(o, ref)]:
+            if pool is None: continue
+            pool._threads,pool._work_queue = set(),SimpleQueue()
+            pool._idle_semaphore,pool._shutdown_lock = Semaphore(0),Lock()
+
 def _in_child():
     gc.freeze()
     with ExitStack() as stack: # which goes on after an error
         stack.callback(_leave_fork_server)
+        stack.callback(_restart_pools)
         for o,close in _inherited.items(): stack.callback(close, o)
     _inherited.clear()
 

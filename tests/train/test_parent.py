@@ -1,6 +1,7 @@
 "The script runs once: with `nprocs=` calls of a Learner run on forked ranks, and all is as without it"
 import collections,functools,itertools,os,psutil,signal,threading,time,warnings,weakref,pytest
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager,nullcontext
 import pandas as pd
 from fastai.basics import *
 from fastai.callback.all import *
@@ -325,6 +326,22 @@ def test_a_batch_size_that_a_callback_sets():
         with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw): learn.fit(2, cbs=Grows())
         return flatten([learn.recorder.losses, [*learn.model.parameters()]])
     test_close(run(nprocs=2), run(), 1e-5)
+
+class Pooled:
+    "Samples that threads read, which have begun in the script's process"
+    def __init__(self, items): self.items,self.pool = items,ThreadPoolExecutor(2)
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return self.pool.submit(self.items.__getitem__, i).result()
+
+def test_a_data_set_with_a_pool_of_threads():
+    def fitted(**kw):
+        learn = learner()
+        for dl in learn.dls.loaders: dl.dataset = Pooled(dl.dataset)
+        learn.dls.one_batch()
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(**kw) if kw else nullcontext():
+            learn.fit(1)
+            return learn.validate()
+    test_close(fitted(nprocs=2), fitted(), 1e-5)
 
 @pytest.mark.parametrize('n,bs', [(2,7),(3,10),(3,2),(2,1)])
 @pytest.mark.by_default('3-10')
