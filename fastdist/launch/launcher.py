@@ -12,7 +12,6 @@ and how they reach each other, ranks get their numbers, output is shown, the fir
 | `places` | name of the machine of each agent; agents with one name share a machine |
 | `counts` | number of ranks of each agent, where they are not equal |
 | `open(i)` | start agent `i`; returns a channel |
-| `again(e)` | optional: whether agents can be started again after they have ended by the error `e`, and the ranks with them |
 | `close()` | optional: end everything; called after the last agents |
 
 An engine may be a context: entered, it asks for machines and knows its `places`; left, it gives them back.
@@ -580,7 +579,7 @@ class Launcher:
     def __init__(self, engine):
         self.engine,self.here = engine,isinstance(engine, ThisNode)
         self.forks = self.here and engine.start=='fork' # then the agent has what ranks call, and removes the folder if this process is killed
-        self.agents,self.over,self.again,self.stack = [],Event(),False,ExitStack()
+        self.agents,self.over,self.stack = [],Event(),ExitStack()
 
     def __enter__(self):
         _check_folder()
@@ -590,14 +589,13 @@ class Launcher:
             for i,o in enumerate(self.engine.places): self.agents.append(RemoteAgent(o, self.engine.open(i)))
             for o in self.agents: o.answer()
             if not self.here: check_versions({o.name:o.hello['versions'] for o in self.agents})
-        except BaseException as e:
-            self.__exit__(type(e), e, None)
+        except BaseException:
+            self.__exit__()
             raise
         return self
 
-    def __exit__(self, kind, e, tb):
-        "End the agents, and give the machines back; `again` says whether the engine can start others then"
-        if e is not None: self.again = getattr(self.engine, 'again', ret_false)(e)
+    def __exit__(self, *exc):
+        "End the agents, and give the machines back"
         self.over.set()
         with self.stack:
             for o in self.agents:
@@ -688,12 +686,7 @@ def start_ranks(
     "Return the result of `fun` on `n` new ranks, and end all ranks; raise `RankError` for the first that fails"
     engine,died = engine or ThisNode(fun, start),[]
     try:
-        while True:
-            launcher = Launcher(engine)
-            try:
-                with launcher: return launcher.run(fun, n, all_ranks, show_all, returns, died, pressed)
-            except BaseException:
-                if not launcher.again: raise
+        with Launcher(engine) as launcher: return launcher.run(fun, n, all_ranks, show_all, returns, died, pressed)
     finally:
         getattr(engine, 'close', noop)()
         if died: os.kill(os.getpid(), died[0])

@@ -88,28 +88,8 @@ def check_choice(
     if val not in allowed: raise OptionError(name, val, must=f'one of {", ".join(map(repr, allowed))}')
 
 # %% ../../nbs/010_launch.options.ipynb #4554231c
-def _zero(stage, offload):
-    "Return why DeepSpeed is refused, with the setting that does what ZeRO of `stage` does"
-    if stage==0 and not offload: return 'ZeRO-0 divides nothing. HINT: leave it out; each rank then holds the whole model'
-    name,more = f'ZeRO-{stage}',''
-    if stage is None: name,more = "DeepSpeed's ZeRO",'; a plugin with reshard_after_forward=False does what ZeRO-1 and ZeRO-2 do'
-    fields = ', reshard_after_forward=False'*(stage in (1,2)) + ', cpu_offload=True'*offload
-    plugin = f', fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2{fields})' if fields else ''
-    return f"{name} is torch's FSDP2 here. HINT: learn.distrib_ctx(shard=True{plugin}){more}"
-
-# %% ../../nbs/010_launch.options.ipynb #701d8d6a
-def _zero_env(env):
-    "Return why DeepSpeed, as `accelerate launch` asks for it, is refused; a file may say the stage"
-    stage = env.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '' if 'ACCELERATE_DEEPSPEED_CONFIG_FILE' in env else '2')
-    devices = {env.get(f'ACCELERATE_DEEPSPEED_OFFLOAD_{o}_DEVICE', '').lower() for o in ('PARAM','OPTIMIZER')}
-    return _zero(int(stage) if stage.isdigit() else None, devices-{'','none'}!=set())
-
-def _zero_plugin(plugin):
-    "Return why a plugin for DeepSpeed, or the first in a dict of them, is refused"
-    if isinstance(plugin, dict): plugin = first(plugin.values())
-    cfg = plugin.deepspeed_config['zero_optimization']
-    stage,devices = cfg.get('stage'),{cfg.get(f'offload_{o}', {}).get('device') for o in ('param','optimizer')}
-    return _zero(stage if isinstance(stage, int) else None, devices-{None,'none'}!=set())
+_zero = ("DeepSpeed's ZeRO is torch's FSDP2 here. HINT: ZeRO-3 is learn.distrib_ctx(shard=True), and ZeRO-1 and ZeRO-2 are that with "
+    'fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False); cpu_offload=True in the plugin offloads')
 
 # %% ../../nbs/010_launch.options.ipynb #d46f2bdc
 _replicas = ('a loop of your own has replicas here. HINT: accelerate.Accelerator itself shards it on GPUs; a Learner is sharded by '
@@ -158,7 +138,7 @@ _by_fastai = _own('learn.to_fp16(), learn.to_bf16(), Accelerator(mixed_precision
 _by_callback = _own('leave it out; a callback such as CSVLogger or WandbCallback')
 _bool = _is(bool, 'True or False')
 _other_layout = Option(learner=_instead, loop=_instead)
-_deepspeed = Option(learner=_zero_plugin, loop=_zero_plugin)
+_deepspeed = Option(learner=_zero, loop=_zero)
 
 option_table = dict(
     device_placement=Option(_bool, 'fastai places model and batches. HINT: leave it out'),
@@ -292,7 +272,7 @@ def check_env(
     own_loop:bool=False # As for `check_options`
 ):
     "Raise `OptionError` for the first feature in `env` that `accelerate config` sets and fastdist does not honour"
-    refused = dict(ACCELERATE_USE_DEEPSPEED=_zero_env(env), ACCELERATE_USE_MEGATRON_LM=_instead, ACCELERATE_USE_PARALLELISM_CONFIG=_instead)
+    refused = dict(ACCELERATE_USE_DEEPSPEED=_zero, ACCELERATE_USE_MEGATRON_LM=_instead, ACCELERATE_USE_PARALLELISM_CONFIG=_instead)
     if own_loop: refused['ACCELERATE_USE_FSDP'] = _replicas
     for key,why in refused.items():
         if is_on(env, key): raise OptionError(key, env[key], why)

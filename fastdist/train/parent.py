@@ -171,27 +171,25 @@ class CallsOnRanks:
         return start_ranks(partial(call, self.changes), self.n, 'fork', **how)
 
     def _sent(self, call, how):
-        "Make `call` on forks of agents; after an error these are ended, and the call is made again where their engine can start others"
+        "Make `call` on forks of agents, which an error ends"
         died = []
         try:
-            while True:
-                if not self.launcher: self.changes = SentObjects()
-                fun = partial(received_call, self.changes.send(call))
-                if self.keeps: self.changes.look()
-                launcher = self.launcher or Launcher(self.engine or ThisNode(None))
-                try:
-                    if not self.launcher: self.launcher = launcher.__enter__()
-                    return launcher.run(fun, self.n, died=died, keeps=True, **how)
-                except BaseException as e:
-                    self._end_agents(e)
-                    if not launcher.again: raise
+            if not self.launcher: self.changes = SentObjects()
+            fun = partial(received_call, self.changes.send(call))
+            if self.keeps: self.changes.look()
+            try:
+                if not self.launcher: self.launcher = Launcher(self.engine or ThisNode(None)).__enter__()
+                return self.launcher.run(fun, self.n, died=died, keeps=True, **how)
+            except BaseException:
+                self._end_agents()
+                raise
         finally:
             if not self.keeps or not self.launcher: self.close()
             if died: os.kill(os.getpid(), died[0])
 
-    def _end_agents(self, e=None):
+    def _end_agents(self):
         launcher,self.launcher = self.launcher,None
-        if launcher: launcher.__exit__(type(e) if e else None, e, None)
+        if launcher: launcher.__exit__()
 
     def close(self):
         "End the agents, and their engine"

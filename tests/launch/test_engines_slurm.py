@@ -90,12 +90,14 @@ def test_ctrl_c_and_the_end_of_the_head_end_the_job(cluster):
     await_that(lambda: all(map(gone, outs)) and idle(cluster))
 
 @pytest.mark.whole
-def test_a_job_that_is_queued_again_goes_on(here_is_parent, monkeypatch, capfd):
-    "After a signal before its time is up, for which the head queues it again, and after a `scontrol requeue`"
+def test_a_job_that_is_stopped_goes_on_by_the_same_call(here_is_parent, monkeypatch, capfd):
+    "After a signal before its time is up, and after a `scontrol requeue`"
     monkeypatch.setenv('FAULTS', '0:slurm:20,0:slurm:42')
+    for i in range(2):
+        with pytest.raises(Preempted): here_is_parent().distribute(slurm_parent.resumes)(str(Path.cwd()))
     here_is_parent().distribute(slurm_parent.resumes)(str(Path.cwd()))
     out = ''.join(capfd.readouterr())
-    assert [out.count(o) for o in ('was asked to stop (SIGUSR2)','SIGTERM: the training stops','resuming fit')]==[1,1,1], out[-3000:]
+    assert [out.count(o) for o in ('SIGUSR1: the training stops','SIGTERM: the training stops')]==[1,1] and 'resuming fit' in out, out[-3000:]
     monkeypatch.delenv('FAULTS') # or the run that it is compared with would have them
     is_exact(Path.cwd(), 2)
 

@@ -202,7 +202,7 @@ def test_a_loop_of_ones_own_is_not_sharded(monkeypatch):
 
 # Others that divide a model
 
-cases = dict(zip((1,2,3), ('reshard_after_forward=False','reshard_after_forward=False',r'learn.distrib_ctx\(shard=True\)$')))
+cases = dict(zip((1,2,3), ('reshard_after_forward=False','reshard_after_forward=False',r'learn.distrib_ctx\(shard=True\)')))
 
 @pytest.mark.parametrize('own_loop', [False,True])
 @pytest.mark.parametrize('stage', cases)
@@ -217,7 +217,6 @@ def test_zero_of_a_file():
     cfg = dict(train_micro_batch_size_per_gpu=1, zero_optimization=dict(stage=3, offload_optimizer=dict(device='cpu')))
     with pytest.raises(OptionError, match='ZeRO-3 .*cpu_offload=True'): check_options(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=cfg))
     with pytest.raises(OptionError, match='shard=True.*ZeRO-1'): check_env(dict(ACCELERATE_USE_DEEPSPEED='1', ACCELERATE_DEEPSPEED_CONFIG_FILE='ds.json'))
-    with pytest.raises(OptionError, match='HINT: leave it out'): check_env(dict(ACCELERATE_USE_DEEPSPEED='1', ACCELERATE_DEEPSPEED_ZERO_STAGE='0'))
 
 others = dict(torch_tp_plugin=TorchTensorParallelPlugin(2), parallelism_config=ParallelismConfig(dp_shard_size=2), megatron_lm_plugin=object())
 
