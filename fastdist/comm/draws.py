@@ -20,7 +20,7 @@ __all__ = ['without_modes', 'Pattern', 'pattern_of', 'has_shape', 'Shapes', 'is_
 import pickle,random,torch,numpy as np
 from collections import Counter,namedtuple
 from collections.abc import Callable
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from functools import cache
 from torch.overrides import TorchFunctionMode
 from fastcore.all import *
@@ -243,10 +243,10 @@ class CollateDraws:
     ): self.f,self.who,self.tried,self.shapes = f,who,False,Shapes()
 
     def rows(self,
-        rows:tuple # As for `StepDraws`; `None` where nobody knows
+        rows:tuple # As for `StepDraws`
     ):
         "Return a context manager for batches that are made for `rows` of a global batch"
-        return StepDraws(shapes=self.shapes).on(rows=rows) if rows else nullcontext()
+        return StepDraws(shapes=self.shapes).on(rows=rows)
 
     def __call__(self, items):
         if self.tried or len(items)<2: return self.f(items)

@@ -24,7 +24,7 @@ where a pass over a loader begins, with whom, and how far it is."""
 # %% auto #0
 __all__ = ['int_type', 'shuffled_range', 'ceil_div', 'part', 'even_slice', 'block', 'slices', 'pick', 'listed', 'not_overridden',
            'global_order', 'as_order', 'sampler', 'batching', 'has_batches', 'n_samples', 'agreed', 'Division',
-           'Partition', 'StreamPartition', 'BatchPartition', 'GivenPartition', 'Pass']
+           'Partition', 'StreamPartition', 'BatchPartition', 'Pass']
 
 # %% ../../nbs/200_data.sharding.ipynb #919b0f56
 import pickle,random,torch,zlib,numpy as np
@@ -300,7 +300,7 @@ class Partition:
 
     def rows(self,
         k:int # Number of a batch
-    )->tuple: # `None` where nobody knows
+    )->tuple:
         "Return this rank's first row in global batch `k`, the number of its rows, and that of all ranks; needs slices"
         m = self.totals.get(k, self.g)
         lo,hi = part(m, self.ranks.rank, self.ranks.size)
@@ -347,11 +347,6 @@ class BatchPartition(Partition):
             if own*self.ranks.size!=m: res.weights[k] = own*self.ranks.size/m
         return res
 
-    def record(self, b):
-        "Note the size of batch `b`, the next one of a single process"
-        self.totals[len(self.lens)] = len(b)
-        self.lens.append(len(b))
-
     def _sizes(self):
         "Return the number of samples of each rank in each step"
         return np.pad(self.lens, (0, -len(self.lens)%self.ranks.size)).reshape(-1, self.ranks.size)
@@ -373,17 +368,6 @@ class BatchPartition(Partition):
         if self.ranks.slicing: return super().padding(k)
         at = np.arange(self.ranks.size)*ceil_div(self.n, self.ranks.size)+k
         return self.lens[at%self.n].sum(),self.lens[at[at>=self.n]%self.n].sum()
-
-# %% ../../nbs/200_data.sharding.ipynb #ec9ff052
-class GivenPartition(Partition):
-    "`Partition` that the user's sampler makes: this rank has `n_local` batches, and knows nothing of others"
-    counted = False
-    def __init__(self, ranks, n, bs=None, drop_last=False, n_local=0):
-        super().__init__(ranks, n, bs, drop_last)
-        self.n_local = n_local
-    def n_batches(self): return self.n_local
-    def rows(self, k): return None
-    def padding(self, k): return 1,0
 
 # %% ../../nbs/200_data.sharding.ipynb #7b433e4c
 class Pass:

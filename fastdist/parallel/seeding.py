@@ -273,12 +273,9 @@ _counts = WeakKeyDictionary() # Learner -> how often each kind of place was in e
 _of_samples,_of_weights = ('before_batch','after_pred','after_loss','before_backward'),('after_backward','before_step','after_step','after_batch')
 
 def _rows(partition, k, b):
-    "Return the rows of this rank in batch `k`, or those that a rank without any computes to make the step; raise `SeedError` where nobody knows them"
-    rows = partition.rows(k)
-    if rows is None: raise SeedError('You set a seed, and your DistributedSampler gives each rank samples of which the others know nothing',
-        'leave it out, and ranks share the sampler of one process')
-    lo,n,total = rows
-    if n: return rows
+    "Return the rows of this rank in batch `k`, or those that a rank without any computes to make the step"
+    lo,n,total = partition.rows(k)
+    if n: return lo,n,total
     n = min(find_bs(b), total)
     return min(lo, total-n),n,total
 
