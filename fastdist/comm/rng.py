@@ -21,9 +21,8 @@ __all__ = ['GeneratorKind', 'generator_kinds', 'global_random', 'set_global_rand
 # %% ../../nbs/107_comm.rng.ipynb #d7dfc66f
 import random,torch,zlib,numpy as np
 from collections import namedtuple
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from itertools import chain
-from torch.utils.data import get_worker_info
 from fastcore.all import *
 from ..launch.group import *
 from .collectives import *
@@ -155,14 +154,11 @@ class RandomStream:
 
 # %% ../../nbs/107_comm.rng.ipynb #39b4ba19
 def drawn_alike(
-    it, # Iterator that all ranks go through in step, here or in a data worker
-    rank:int, # This rank
+    it, # Iterator that all ranks go through in step
     dl=None # Loader whose own random state is shared too
 ): # Iterator
     "Yield the items of `it`, computed with the same random state on all ranks; between items each rank has its own state"
-    here = get_worker_info() is None
-    with rank0_random(dl) if here else nullcontext(): o,stream = next(it, it),RandomStream(_seed_of(_get_cpu()))
-    if rank and not here: _diverge(rank)
+    with rank0_random(dl): o,stream = next(it, it),RandomStream(_seed_of(_get_cpu()))
     while o is not it:
         yield o
         with stream: o = next(it, it)

@@ -67,7 +67,7 @@ class DistributedDL(TfmdDL):
         bs,drop_last = batching(self.dl)
         seeded = self.seeding is not None
         ranks = Division(self.rank, self.world_size, self.slicing, self.slicing and self.world_size==1 and not seeded, seeded, self._splits)
-        ways = custom_methods(self.dl, ranks.single)
+        ways = custom_methods(self.dl)
         if ways: return GlobalBatches(self.dl, StreamPartition(replace(ranks, slicing=True), n_samples(self.dl), bs, drop_last), ways)
         return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, bs, drop_last)
 

@@ -347,6 +347,11 @@ class BatchPartition(Partition):
             if own*self.ranks.size!=m: res.weights[k] = own*self.ranks.size/m
         return res
 
+    def record(self, b):
+        "Note the size of batch `b`, the next one of a single process"
+        self.totals[len(self.lens)] = len(b)
+        self.lens.append(len(b))
+
     def _sizes(self):
         "Return the number of samples of each rank in each step"
         return np.pad(self.lens, (0, -len(self.lens)%self.ranks.size)).reshape(-1, self.ranks.size)

@@ -40,10 +40,14 @@ def torchs(f=lambda ds: dict(shuffle=True), ds=Noisy):
 def sampled(f, **kw): return torchs(lambda ds: dict(sampler=f(ds), **kw))
 def gen(): return torch.Generator().manual_seed(5)
 
-class AtOnce(Sampler):
-    "Draws all when iteration begins"
+class AsItGoes(Sampler):
+    "Draws each sample when it is asked for, from the state that augmentation draws from"
     def __init__(self, n): self.n = n
     def __len__(self): return self.n
+    def __iter__(self): return (int(torch.randint(self.n, ()))*(random.random()>.2) for _ in range(self.n))
+
+class AtOnce(AsItGoes):
+    "Draws all when iteration begins"
     def __iter__(self): return iter([random.randrange(self.n) for _ in range(self.n)])
 
 nothing = dict(batch_size=1, drop_last=False) # torch's defaults, where a batch sampler decides
@@ -71,6 +75,7 @@ indexed = dict(fastai=fastais(shuffle=True), in_order=fastais(), random_order=fa
     own_batches=torchs(lambda ds: dict(batch_sampler=[[0],[1,2,3],[4,5],[6],[7,8,9,10],[11,12]])|nothing),
     batched=torchs(lambda ds: dict(batch_sampler=BatchSampler(RandomSampler(ds), 5, False))|nothing),
     single=sampled(RandomSampler, batch_size=None, drop_last=False), single_at_once=sampled(lambda ds: AtOnce(N), batch_size=None, drop_last=False))
+one_by_one = dict(as_it_goes=sampled(lambda ds: AsItGoes(N)))
 
 class Stream(IterableDataset):
     def __init__(self, n=N, noisy=True): self.n,self.noisy = n,noisy
@@ -120,7 +125,7 @@ def noted(it, dl):
         states.append(get_state(dl))
     return res,states
 
-everything = indexed | in_sequence | skipping
+everything = indexed | one_by_one | in_sequence | skipping
 
 @pytest.mark.parametrize('drop', (False,True))
 @pytest.mark.parametrize('name', everything)
