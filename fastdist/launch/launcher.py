@@ -137,10 +137,6 @@ class Display:
     close = end_line
 
 # %% ../../nbs/016_launch.launcher.ipynb #9e5a1d06
-def _category(module, name):
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind if isinstance(kind, type) and issubclass(kind, Warning) else UserWarning
-
 def warn_again(
     text:str, # Of the warning
     category:tuple, # Module and name of its class
@@ -150,7 +146,7 @@ def warn_again(
     "Warn in this process as a rank has warned"
     modules = [o for o in list(sys.modules.values()) if isinstance(o, ModuleType) and vars(o).get('__file__')==filename]
     there = vars(first(modules) or sys.modules['__main__'])
-    registry,kind = there.setdefault('__warningregistry__', {}),_category(*category)
+    registry,kind = there.setdefault('__warningregistry__', {}),warning_category(*category) or UserWarning
     if rank and (text,kind,lineno) in registry: return
     warnings.warn_explicit(f'[rank{rank}] {text}' if rank else text, kind, filename, lineno, there['__name__'], registry)
 

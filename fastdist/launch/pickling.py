@@ -12,7 +12,8 @@ found by the same paths by which a person would look for it: a database that can
 
 # %% auto #0
 __all__ = ['made_in', 'of_library', 'globals_used', 'references', 'found', 'CodePickler', 'with_paths', 'write', 'read', 'ByName',
-           'dumps', 'torch_settings', 'warning_filters', 'set_warning_filters', 'patches', 'ScriptNames', 'Script']
+           'dumps', 'torch_settings', 'warning_filters', 'warning_category', 'set_warning_filters', 'patches',
+           'ScriptNames', 'Script']
 
 # %% ../../nbs/008_launch.pickling.ipynb #4f4954ac
 import cloudpickle,copyreg,linecache,os,pickle,sys,torch,warnings
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from collections import ChainMap
 from io import BytesIO
-from functools import _lru_cache_wrapper,cached_property,lru_cache,partialmethod,reduce
+from functools import _lru_cache_wrapper,cache,cached_property,lru_cache,partialmethod
 from importlib import import_module
 from itertools import accumulate
 from importlib.machinery import ModuleSpec
@@ -44,21 +45,15 @@ def made_in(
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e351
 _atoms = {int,float,complex,bool,str,bytes,type(None)}
-
-def _by_name(o):
-    "Return whether pickle writes the function or class `o` by its name in a module"
-    at = mod = sys.modules.get(made_in(o))
-    for k in o.__qualname__.split('.'): at = getattr(at, k, None)
-    return at is o and mod.__name__!='__main__'
-
-def _is_library(o): return of_library(made_in(o))
+_by_name = private('cloudpickle.cloudpickle:_should_pickle_by_reference')
 
 def of_library(
     name:str # Of a module
 )->bool:
     "Return whether the module belongs to Python, to an installed package or to fastdist"
     path = getattr(sys.modules.get(name), '__file__', None)
-    return name!='__main__' and (not path or bool(library_place(path) or {'site-packages','dist-packages'} & set(Path(path).parts)))
+    if name=='__main__' or not path: return name!='__main__'
+    return bool(library_place(path) or {'site-packages','dist-packages'} & set(Path(path).parts))
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e350
 _globals_of = private('cloudpickle.cloudpickle:_extract_code_globals')
@@ -71,19 +66,20 @@ def globals_used(
 
 def _variables(f):
     "Return name -> value of the globals that cloudpickle sends with the function `f`, of its closure and of its defaults"
-    code,res = f.__code__,{k:f.__globals__[k] for k in _globals_of(f.__code__) if k in f.__globals__}
+    code,defaults = f.__code__,f.__defaults__ or ()
+    res = {k:f.__globals__[k] for k in globals_used(f) if k in f.__globals__}
     for k,c in zip(code.co_freevars, f.__closure__ or ()):
         with suppress(ValueError): res[k] = c.cell_contents # of a variable that has a value
-    vals = f.__defaults__ or ()
-    args = code.co_varnames[:code.co_argcount]
-    return res | dict(zip(args[len(args)-len(vals):], vals)) | (f.__kwdefaults__ or {}) | vars(f)
+    args = code.co_varnames[:code.co_argcount][-len(defaults):]
+    return res | dict(zip(args, defaults)) | (f.__kwdefaults__ or {}) | vars(f)
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e352
 def _items(o):
     "Return what the container `o` holds; a class of its own may make its items when it is asked for them, and is not"
-    if isinstance(o, dict): return [(f'[{k!r}]', v) for k,v in dict.items(o) if type(v) not in _atoms]
-    base = first(c for c in (list,tuple,set,frozenset,deque) if isinstance(o, c))
-    return [(f'[{i}]', v) for i,v in enumerate(base.__iter__(o)) if type(v) not in _atoms] if base else []
+    base = first(c for c in (dict,list,tuple,set,frozenset,deque) if isinstance(o, c))
+    if not base: return []
+    items = dict.items(o) if base is dict else enumerate(base.__iter__(o))
+    return [(f'[{k!r}]', v) for k,v in items if type(v) not in _atoms]
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e35c
 def _given(o):
@@ -93,8 +89,7 @@ def _given(o):
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e35a
 def references(
-    o, # Anything
-    by_name:bool=False # Whether to look into the user's functions and classes that pickle writes by their names
+    o # Anything
 )->list: # Pairs of a name and an object; the name of a variable, or what is put behind the path of `o`
     "Return the objects that `o` refers to"
     if type(o) in (list,tuple,dict,set): return _items(o) # a data set may be a million of them
@@ -104,7 +99,7 @@ def references(
     if isinstance(o, (staticmethod,classmethod)): return [('', o.__func__)]
     if isinstance(o, property): return [('', f) for f in (o.fget,o.fset) if f]
     if isinstance(o, (type,FunctionType)):
-        if _is_library(o) or _by_name(o) and not by_name: return []
+        if of_library(made_in(o)): return []
         if isinstance(o, FunctionType): return [*_variables(o).items()]
         return [(f'{o.__name__}.{k}', v) for k,v in vars(o).items()]+[('', c) for c in o.__bases__]
     attrs = attributes_of(o)
@@ -123,7 +118,6 @@ def _path(at, name, o):
 def found(
     o, # Anything
     wanted:Callable, # Called with an object; says whether to return it, and to look no further into it
-    by_name:bool=False, # As for `references`
     name:str='' # Of `o`, with which paths begin; by default that of a variable, or of its class
 )->dict: # Path -> object
     "Return the objects that `o` refers to, at any depth, and that are `wanted`"
@@ -133,7 +127,7 @@ def found(
         if wanted(v):
             res[at or v.__name__] = v
             continue
-        new = [(_path(at, k, x), x) for k,x in references(v, by_name) if type(x) not in _atoms and id(x) not in seen]
+        new = [(_path(at, k, x), x) for k,x in references(v) if type(x) not in _atoms and id(x) not in seen]
         seen.update((id(x), x) for _,x in new)
         todo.extend(new)
     return res
@@ -147,7 +141,8 @@ def _with_path(o):
 def _with_lists(o):
     how = o.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if how[0] is not copyreg.__newobj__: return how
-    return *how[:2],(how[2],{k:v for k in o._stateattrs if isinstance(v := vars(o).get(k), (list,L))}),None,None,_set_state
+    lists = {k:v for k,v in vars(o).items() if k in o._stateattrs and isinstance(v, (list,L))}
+    return *how[:2],(how[2],lists),None,None,_set_state
 
 def _set_state(o, state):
     if state[0] is not None: o.__setstate__(state[0])
@@ -183,10 +178,14 @@ def _behind(v):
 @lru_cache(1000)
 def _names_of(cls):
     "Return pairs of a module and a name, in the library of `cls`, behind which is an object of `cls`"
-    if (at := made_in(cls)) in ('','builtins') or not of_library(at): return []
-    mods = [o for o in accumulate(at.split('.'), '{}.{}'.format) if o in sys.modules]
+    at,res = made_in(cls),[]
+    if at in ('','builtins') or not of_library(at): return []
     python = at.partition('.')[0] in sys.stdlib_module_names
-    return [(m,k) for m in mods for k,v in vars(sys.modules[m]).items() if issubclass(type(o := _behind(v)), cls) and (o is not v or python)]
+    for m in accumulate(at.split('.'), '{}.{}'.format):
+        for k,v in vars(sys.modules[m]).items() if m in sys.modules else ():
+            o = _behind(v)
+            if issubclass(type(o), cls) and (python or o is not v): res.append((m,k))
+    return res
 
 def _named(mod, name): return _behind(getattr(import_module(mod), name))
 
@@ -202,7 +201,8 @@ class CodePickler(cloudpickle.Pickler):
         if isinstance(o, BaseException) and _has_own_init(type(o)): return _without_init,(type(o),*o.args),attributes_of(o)
         if _is_parametrized(o): return _without_init,type(o).__bases__[:1],vars(o),None,None,_parametrize
         if isinstance(o, type) and '__slots__' in vars(o): return _with_slots(o, super().reducer_override(o))
-        if (at := _names_of(type(o))) and (at := first(k for k in at if _named(*k) is o)): return _named,at
+        at = first(k for k in _names_of(type(o)) if _named(*k) is o)
+        if at: return _named,at
         return _with_lists(o) if isinstance(o, Stateful) else super().reducer_override(o)
 
 # %% ../../nbs/008_launch.pickling.ipynb #a745e342
@@ -220,7 +220,7 @@ def with_paths(
         def dump(self, x):
             try: super().dump(x)
             except Exception as e:
-                path = first(found(o, lambda v: v is self.at, True, name)) or 'A part of it'
+                path = first(found(o, lambda v: v is self.at, name)) or 'A part of it'
                 raise TypeError(f'{path}, a {type(self.at).__qualname__}, cannot be sent to another process: {e}. HINT: make it where it is used, or '
                     'leave it out of what its object returns in __getstate__') from e
     return WithPaths
@@ -279,13 +279,20 @@ def warning_filters()->list: # Of action, pattern of the message, module and nam
     def pattern(o): return getattr(o, 'pattern', o) or ''
     return [(action, pattern(msg), cat.__module__, cat.__name__, pattern(mod), line) for action,msg,cat,mod,line in warnings.filters]
 
+def warning_category(
+    module:str, name:str # Of a class of warnings
+)->type: # `None` where it is not imported here
+    "Return the class of warnings of that name"
+    kind = getattr(sys.modules.get(module), name, None)
+    if isinstance(kind, type) and issubclass(kind, Warning): return kind
+
 def set_warning_filters(
     filters:list # As from `warning_filters`; those whose category is not imported here are left out
 ):
     "Let this process filter warnings as another one does"
     warnings.resetwarnings()
     for action,msg,where,name,mod,line in filters:
-        cat = getattr(sys.modules.get(where), name, None)
+        cat = warning_category(where, name)
         if cat: warnings.filterwarnings(action, msg, cat, mod, line, append=True)
 
 # %% ../../nbs/008_launch.pickling.ipynb #649f3ea8
@@ -294,7 +301,7 @@ _inner = {property:'fget', **dict.fromkeys((classmethod,staticmethod,MethodType)
 
 def _maker(v):
     "Return the name of the module that made the function or class `v`, or the function that `v` surrounds; `None` for anything else"
-    while k := _inner.get(type(v)): v = getattr(v, k)
+    while type(v) in _inner: v = getattr(v, _inner[type(v)])
     return v.__module__ if type(v) is FunctionType or issubclass(type(v), type) else None # `isinstance` asks `v` itself, which may warn
 
 def _owners():
@@ -304,16 +311,24 @@ def _owners():
         new = {*type.__subclasses__(todo.pop())}-seen
         seen |= new
         todo += new
-    return [*((c.__module__, c) for c in seen), *((k, m) for k,m in list(sys.modules.items()) if isinstance(m, ModuleType) and k!='sys' and m.__name__!='__main__')]
+    modules = [(k,m) for k,m in list(sys.modules.items()) if isinstance(m, ModuleType) and m.__name__ not in ('sys','__main__')]
+    return [(c.__module__, c) for c in seen]+modules
 
 def patches()->list: # Tuples of a module's name, the name of a class in it or an empty text, a name there, and the name of the module that put a value there
     "Return what classes and modules of libraries have from the user's script and modules"
-    at = lru_cache(None)(of_library)
-    hits = [(mod,o,k,by) for mod,o in _owners() if at(mod) for k,v in list(vars(o).items()) if (by := _maker(v)) not in (None,mod) and not at(by)]
-    return [(mod,o.__qualname__ if isinstance(o, type) else '',k,by) for mod,o,k,by in hits if not isinstance(o, type) or _by_name(o)]
+    library,res = cache(of_library),[]
+    for mod,owner in _owners():
+        for k,v in list(vars(owner).items()) if library(mod) else ():
+            by = _maker(v)
+            if by in (None,mod) or library(by): continue
+            if isinstance(owner, ModuleType): res.append((mod,'',k,by))
+            elif _by_name(owner): res.append((mod,owner.__qualname__,k,by))
+    return res
 
 # %% ../../nbs/008_launch.pickling.ipynb #ef3969b2
-def _owner(mod, name): return reduce(getattr, filter(None, name.split('.')), import_module(mod))
+def _owner(mod, name):
+    mod = import_module(mod)
+    return attrgetter(name)(mod) if name else mod
 
 def _import(mod):
     try: import_module(mod)
@@ -366,9 +381,11 @@ class Script:
                 return super().reducer_override(o)
         try: write((o, self), path, Pickler, part or ('', o))
         except TypeError:
-            if not (bad := {k for k,v in self.patches.items() if not _can_write(v)}): raise
-            warn(f'You put {", ".join(".".join(filter(None, k)) for k in bad)} on a library, which ranks do not have, since it cannot be sent to another process. HINT: put it into a module, and import that')
-            self.patches = {k:v for k,v in self.patches.items() if k not in bad}
+            bad = [k for k,v in self.patches.items() if not _can_write(v)]
+            if not bad: raise
+            names = ', '.join('.'.join(filter(None, k)) for k in bad)
+            warn(f'You put {names} on a library, which ranks do not have, since it cannot be sent to another process. HINT: put it into a module, and import that')
+            for k in bad: del self.patches[k]
             write((o, self), path, Pickler, part or ('', o))
 
     def install(self):
