@@ -38,6 +38,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError,version
 from multiprocessing import get_all_start_methods,get_context,get_start_method,set_start_method
+from multiprocessing.connection import Connection
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -53,43 +54,32 @@ from .fork import *
 _mark,_chunk = b'\0fastdist\0\n',1<<20
 
 class Link:
-    "Frames in both directions: each a line of JSON with a `kind` and its number `n` of bytes, then these bytes"
+    "Messages in both directions: each a line of JSON with a `kind`, and bytes"
     def __init__(self,
         inp:int, # File descriptor to read from
         out:int # File descriptor to write to
     ):
-        self.inp,self.out,self.lock,self.read,self.synced = inp,out,Lock(),bytearray(),False
+        self.inp,self.out,self.lock,self.synced = Connection(inp, writable=False),Connection(out, readable=False),Lock(),False
         close_in_child(self, Link._close_both) # or a forked child would keep the streams open
 
     def _close_both(self):
-        self.close()
-        self._close_in()
-
-    def _close_in(self):
-        inp,self.inp = self.inp,-1
-        with suppress(OSError): os.close(inp)
+        for o in (self.inp,self.out): o.close()
 
     def close(self):
-        "Close the direction out, which ends the frames of the other side"
-        out,self.out = self.out,-1
-        with suppress(OSError): os.close(out)
-
-    def _write(self, data):
-        view = memoryview(data)
-        with suppress(OSError):
-            while view: view = view[os.write(self.out, view):]
+        "Close the direction out, which ends the messages of the other side"
+        with self.lock: self.out.close()
 
     def open(self):
-        "Write the mark, with which the frames of this side begin"
-        self._write(_mark)
+        "Write the mark, with which the messages of this side begin"
+        with suppress(OSError): os.write(self.out.fileno(), _mark)
 
     def send(self, kind:str, data:bytes=b'', **fields):
-        "Send a frame; an error of the stream is ignored here, and ends the frames of the other direction"
-        head = json.dumps(dict(kind=kind, n=len(data))|fields).encode()
-        with self.lock: self._write(b'\n'.join([head, data]))
+        "Send a message; an error of the stream is ignored here, and ends the messages of the other direction"
+        head = json.dumps(dict(kind=kind)|fields).encode()
+        with self.lock,suppress(OSError): self.out.send_bytes(b'\n'.join([head, data]))
 
     def send_file(self, kind:str, path:Path, **fields):
-        "Send what is in `path`, in frames of a megabyte, the last of them with `last`"
+        "Send what is in `path`, in messages of a megabyte, the last of them with `last`"
         with open(path, 'rb') as f:
             data = f.read(_chunk)
             while True:
@@ -98,35 +88,26 @@ class Link:
                 if not following: return
                 data = following
 
-    def _take(self):
-        "Remove complete frames from what was read, and return them"
-        res,at = [],0
-        while (end := self.read.find(b'\n', at)+1)>0:
-            msg = json.loads(self.read[at:end])
-            n = msg.pop('n')
-            if len(self.read)<end+n: break
-            res.append((msg, bytes(self.read[end:end+n])))
-            at = end+n
-        del self.read[:at]
-        return res
+    def _skip_to_mark(self):
+        seen = b''
+        while not seen.endswith(_mark):
+            data = os.read(self.inp.fileno(), 1)
+            if not data: raise EOFError
+            seen += data
+        self.synced = True
 
-    def receive(self)->list: # Pairs of a dict with `kind`, and bytes
-        "Wait for bytes of the other side, and return the frames that they complete; raise `EOFError` at its end"
-        data = os.read(self.inp, _chunk)
-        if not data: raise EOFError
-        self.read += data
-        if not self.synced:
-            at = self.read.find(_mark)
-            if at<0: return []
-            del self.read[:at+len(_mark)]
-            self.synced = True
-        return self._take()
+    def receive(self)->tuple: # A dict with `kind`, and bytes
+        "Wait for a message of the other side; raise `EOFError` at its end"
+        if not self.synced: self._skip_to_mark()
+        try: head,_,data = self.inp.recv_bytes().partition(b'\n')
+        except OSError: raise EOFError from None # in the midst of a message
+        return json.loads(head),data
 
     def __iter__(self):
-        "Yield the frames of the other side, until its end"
+        "Yield the messages of the other side, until its end"
         try:
-            while True: yield from self.receive()
-        except EOFError: self._close_in()
+            while True: yield self.receive()
+        except EOFError: self.inp.close()
 
 # %% ../../nbs/015_launch.agent.ipynb #15000003
 class Streams:
@@ -254,9 +235,9 @@ class Agent:
 
     def _receive(self):
         self.silent = 0
-        try: frames = self.link.receive()
+        try: msg,data = self.link.receive()
         except EOFError: raise ParentGone from None
-        for msg,data in frames: getattr(self, f'on_{msg.pop("kind")}')(data, **msg)
+        getattr(self, f'on_{msg.pop("kind")}')(data, **msg)
 
     def on_listen(self, data, at, port=0):
         "Let other agents try how they reach this machine"
