@@ -325,7 +325,7 @@ def seeded(at, model, tol=1e-5, cbs=noop, shard=False):
     assert max(d)<=tol, 'weights, reports and predictions differ by '+', '.join(f'{o:.2g}' for o in d)+f'; {tol:g} allowed'
     return f'{max(d):.1g}'
 
-dropouts = dict(Dropout=nn.Dropout, Dropout2d=nn.Dropout2d, AlphaDropout=nn.AlphaDropout, FeatureAlphaDropout=nn.FeatureAlphaDropout, RReLU=nn.RReLU)
+dropouts = dict(Dropout=nn.Dropout, Dropout2d=nn.Dropout2d, AlphaDropout=nn.AlphaDropout, FeatureAlphaDropout=nn.FeatureAlphaDropout)
 sequences = dict(lstm=partial(Recurrent, nn.LSTM), gru=partial(Recurrent, nn.GRU), rnn=partial(Recurrent, nn.RNN), encoder=Encoder)
 
 @check('ranks', secs=200)

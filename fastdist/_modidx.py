@@ -342,8 +342,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.comm.draws._dropout': ('comm.draws.html#_dropout', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws._generator': ('comm.draws.html#_generator', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws._normal': ('comm.draws.html#_normal', 'fastdist/comm/draws.py'),
-                                     'fastdist.comm.draws._rrelu': ('comm.draws.html#_rrelu', 'fastdist/comm/draws.py'),
-                                     'fastdist.comm.draws._rrelu_': ('comm.draws.html#_rrelu_', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws._size_at': ('comm.draws.html#_size_at', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws._unknown': ('comm.draws.html#_unknown', 'fastdist/comm/draws.py'),
                                      'fastdist.comm.draws.check_drawn': ('comm.draws.html#check_drawn', 'fastdist/comm/draws.py'),

@@ -105,14 +105,7 @@ def _dropout(x, p, train=True):
     m = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(keep)
     return x*m*(1/keep if keep else 0.),m.bool()
 
-def _rrelu(x, noise, lower=1/8, upper=1/3, training=False, generator=None):
-    r = torch.empty_like(x).uniform_(lower, upper, generator=generator)
-    noise.copy_(torch.where(x<=0, r, 1.))
-    return x*noise
-
 # %% ../../nbs/109_comm.draws.ipynb #0f40cef5
-def _rrelu_(x, *args, **kw): return x.copy_(_rrelu(x, *args, **kw))
-
 def _bernoulli_(x, p, *, generator=None): return x.copy_(torch.rand(x.shape, device=x.device, generator=generator)<p)
 
 # %% ../../nbs/109_comm.draws.ipynb #5f653359
@@ -121,7 +114,7 @@ def _bernoulli_p(x, p, *, generator=None): return torch.empty_like(x).bernoulli_
 def _normal(mean, std=1., *, generator=None): return torch.empty_like(mean+std).normal_(generator=generator)*std+mean
 
 
-_in_parts = {'native_dropout.default':_dropout, 'rrelu_with_noise.default':_rrelu, 'rrelu_with_noise_.default':_rrelu_, 'bernoulli_.Tensor':_bernoulli_,
+_in_parts = {'native_dropout.default':_dropout, 'bernoulli_.Tensor':_bernoulli_,
     'bernoulli.default':_bernoulli, 'bernoulli.p':_bernoulli_p, **dict.fromkeys(['normal.Tensor_float','normal.float_Tensor','normal.Tensor_Tensor'], _normal)}
 _fills = set('uniform_ normal_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ rand_like randn_like randint_like'.split())
 

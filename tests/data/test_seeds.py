@@ -119,7 +119,7 @@ class Moving(Callback):
         if m.training: m.mean.data.lerp_(m.weight.data, .1)
 
 encoder = lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, .2, batch_first=True), nn.Flatten(), nn.Linear(72, 3))
-models = {k.__name__:net(conv(k)) for k in (nn.Dropout,nn.Dropout2d,nn.AlphaDropout,nn.FeatureAlphaDropout,nn.RReLU,Deep)}
+models = {k.__name__:net(conv(k)) for k in (nn.Dropout,nn.Dropout2d,nn.AlphaDropout,nn.FeatureAlphaDropout,Deep)}
 models |= dict(once=net(lambda: nn.Sequential(nn.Conv1d(9, 6, 3), nn.Dropout1d(.3), nn.Flatten(), nn.Linear(36, 3)), texts),
     thrice=net(lambda: nn.Sequential(nn.Conv3d(1, 4, (1,3,3), 2), nn.Dropout3d(), nn.Flatten(), nn.Linear(392, 3)), images[:,None]),
     **{f'connect_{o}':net(Connect, texts[:,0].repeat(1, 2)[:,:12], bs=o) for o in (12,24)})
@@ -127,7 +127,7 @@ kinds = dict(lstm=partial(Recurrent, nn.LSTM), gru=partial(Recurrent, nn.GRU), a
 sequences = {f'{k}_{o}':net(partial(v, o), texts) for k,v in kinds.items() for o in (True,False)} | dict(encoder=net(encoder, texts))
 
 @sizes
-@cases(**usual(models, 'Dropout', 'RReLU', 'Deep', 'connect_12'))
+@cases(**usual(models, 'Dropout', 'Deep', 'connect_12'))
 def test_dropout_of_every_kind(cases, size): same_on(cases, (size,))
 
 @pytest.mark.whole
@@ -433,6 +433,11 @@ class Permutes(Callback):
 def refused(mk, n=2):
     with pytest.raises(RankError) as e: on_each(dict(it=mk), n)
     return str(e.value)
+
+def test_rrelu_is_refused_on_ranks():
+    mk = net(conv(nn.RReLU))
+    on_each(dict(it=mk), 1)
+    assert 'You set a seed, and the model makes of a sample' in refused(mk)
 
 def test_a_permutation_of_the_batch_is_refused_on_ranks():
     mk = net(flat(), cbs=Permutes)
