@@ -1412,7 +1412,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastdist/launch/detached.py'),
                                           'fastdist.launch.detached.find_folder': ( 'launch.detached.html#find_folder',
                                                                                     'fastdist/launch/detached.py'),
-                                          'fastdist.launch.detached.job_folders': ( 'launch.detached.html#job_folders',
+                                          'fastdist.launch.detached.jobs_folder': ( 'launch.detached.html#jobs_folder',
                                                                                     'fastdist/launch/detached.py'),
                                           'fastdist.launch.detached.new_folder': ( 'launch.detached.html#new_folder',
                                                                                    'fastdist/launch/detached.py'),

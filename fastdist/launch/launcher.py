@@ -40,6 +40,7 @@ import codecs,io,json,os,re,shlex,signal,sys,time,warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack,contextmanager,suppress
+from itertools import count
 from math import inf
 from pathlib import Path
 from queue import Empty,Queue,SimpleQueue
@@ -441,14 +442,12 @@ def place_ranks(
     "Return where each of `n` ranks stands; raise `OptionError` where agents should have as many and cannot"
     k = len(places)
     if not counts and n%k: raise OptionError('nprocs', n, f'there are {k} places: {", ".join(places)}. HINT: a multiple of {k}')
-    counts,names,res = counts or [n//k]*k,list(dict.fromkeys(places)),[[] for _ in places]
-    for node,name in enumerate(names):
-        agents = [i for i,o in enumerate(places) if o==name]
-        local_size,start = sum(counts[i] for i in agents),sum(map(len, res))
+    counts,nodes,ranks = counts or [n//k]*k,groupby(range(k), places.__getitem__),count()
+    res = [[] for _ in places]
+    for node,(name,agents) in enumerate(nodes.items()):
+        local_size,local_ranks = sum(counts[i] for i in agents),count()
         for i in agents:
-            for _ in range(counts[i]):
-                rank = sum(map(len, res))
-                res[i].append(World(rank, n, rank-start, local_size, node, len(names), name))
+            for _ in range(counts[i]): res[i].append(World(next(ranks), n, next(local_ranks), local_size, node, len(nodes), name))
     return res
 
 # %% ../../nbs/016_launch.launcher.ipynb #f9c938e2
