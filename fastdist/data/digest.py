@@ -55,14 +55,12 @@ def _digest(texts):
 
 # %% ../../nbs/201_data.digest.ipynb #9e01de34
 def _thinned(a):
-    "Return evenly spaced numbers of array `a`: few of what is on a disk, about 8 of each long dimension behind the first"
-    on_disk,steps = isinstance(a, np.memmap),[1]*max(0, a.ndim-1)
-    if any(d>=16 for d in a.shape[1:]): steps = [max(1, d//8) for d in a.shape[1:]]
-    res = a[(slice(None), *(slice(None, None, o) for o in steps))] if steps else a
-    if not a.ndim or len(a)<=_all and not on_disk: return res
+    "Return evenly spaced numbers of array `a`: few rows of what is on a disk, about 8 of each long dimension behind the first"
+    if not a.ndim: return a
     rows = _at(len(a))
-    if on_disk: rows = rows[::max(1, len(rows)//16)]
-    return res[rows]
+    if isinstance(a, np.memmap): rows = rows[::max(1, len(rows)//16)]
+    steps = [slice(None, None, max(1, d//8)) for d in a.shape[1:]]
+    return a[(slice(None), *steps)][rows]
 
 def array_digest(
     a # Tensor or array
