@@ -93,11 +93,6 @@ def _n_rows(o, dim):
     return o.shape[dim] if isinstance(o, Tensor) and o.ndim>dim else 0
 
 # %% ../../nbs/306_evaluate.evaluate.ipynb #3a8fc5d2
-class _FileNumber:
-    "Number of the file of a batch, which is the `r`-th slice of the `i`-th global batch"
-    def __init__(self, phases): self.phases = phases
-    def __str__(self): return str(self.phases.learn.iter*self.phases.size+self.phases.world.rank)
-
 _collected = dict(inputs='with_input', preds='with_preds', targets='with_targs', losses='with_loss') # attribute -> option
 
 class GatheredBatches:
@@ -110,7 +105,7 @@ class GatheredBatches:
         self.cb,self.phases,self.batch,self.steps,self.in_time = cb,phases,batch,[],False
         self._restore()
         self.before,self.after = cb.before_batch,cb.after_batch
-        vars(cb).update(iter=_FileNumber(phases), before_batch=self._before_batch, after_batch=self._after_batch, after_validate=noop)
+        vars(cb).update(before_batch=self._before_batch, after_batch=self._after_batch, after_validate=noop)
 
     def _restore(self):
         for k in ('iter','before_batch','after_batch','after_validate'): vars(self.cb).pop(k, None)
@@ -123,6 +118,7 @@ class GatheredBatches:
         learn,dim = self.phases.learn,self.cb.concat_dim
         if dim and _n_rows(learn.pred, dim)!=_n_rows(learn.yb, 0)==_n_rows(learn.pred, 0): self.in_time = True
         self.steps.append(learn.iter)
+        vars(self.cb)['iter'] = learn.iter*self.phases.size+self.phases.world.rank # number of the file of the batch
         self.after()
 
     def gather(self,

@@ -152,8 +152,9 @@ def _is_weak(o):
 def _numbers(o):
     "Return the numbers of a tensor or an array that can be written, `None` for anything else"
     if _is_of(o, torch.Tensor):
-        plain = o.layout==torch.strided and not (o.is_meta or o.is_quantized or is_lazy(o) or hasattr(o, '_local_tensor'))
-        return o.detach() if plain and not any(n>1 and s==0 for n,s in zip(o.shape, o.stride())) else None
+        if o.layout!=torch.strided or o.is_meta or o.is_quantized or is_lazy(o) or hasattr(o, '_local_tensor'): return
+        expanded = any(n>1 and s==0 for n,s in zip(o.shape, o.stride()))
+        return None if expanded else o.detach()
     if _is_of(o, np.ndarray) and o.flags.writeable and not o.dtype.hasobject: return o
 
 def _fingerprint(v):
@@ -249,10 +250,12 @@ def reachable(
 # %% ../../nbs/417_state.changes.ipynb #db61bc19
 def _mapped(was, now, same):
     "Return which keys are gone, which have other values, and the keys in their order where those that stay have another; `None` where nothing differs"
-    gone,new = [k for k in was if k not in now],{k:v for k,v in now.items() if k not in was or not same(was[k], v)}
-    new = {k:v for k,v in new.items() if not _is_weak(v)}
+    gone,new = [k for k in was if k not in now],{}
+    for k,v in now.items():
+        stays = k in was and same(was[k], v)
+        if not stays and not _is_weak(v): new[k] = v
     old,stay = [k for k in was if k in now],[k for k in now if k in was]
-    order = None if all(a is b or a==b for a,b in zip(old, stay)) else [*now]
+    order = None if old==stay else [*now]
     return (gone,new,order) if gone or new or order else None
 
 class Change:
@@ -318,8 +321,6 @@ def _tensor_state(t):
     res = t._backward_hooks,getattr(t, '_post_accumulate_grad_hooks', None),grad
     return res if any(o is not None for o in res) else None
 
-def _plain_tensor(how): return how[0](*how[1])
-
 # %% ../../nbs/417_state.changes.ipynb #65dd7216
 def _closed_file():
     "Return a file that is closed, as a logger of fastai leaves one"
@@ -379,7 +380,7 @@ class _Pickler(CodePickler):
         if _is_of(o, IOBase) and o.closed: return _closed_file,()
         if _is_of(o, CellType): return CellType,(),_in_cell(o) or None,None,None,_write_cell
         if self.arrays and _is_large_array(o): return _as_array,(_bytes_of(o),o.dtype,o.shape)
-        if _is_of(o, torch.Tensor) and (state := _tensor_state(o)): return _plain_tensor,(self._without_state(o),),state,None,None,_restore_tensor
+        if _is_of(o, torch.Tensor) and (state := _tensor_state(o)): return *self._without_state(o),state,None,None,_restore_tensor
         return super().reducer_override(o)
 
     def _record(self, o):
@@ -455,7 +456,7 @@ class Changes:
         "Take `contents` of what is looked at for those of before"
         self.before = {id(o):c for o,c in zip(self.looked, contents)}
         known = *_behind,*_transparent,tuple,frozenset
-        by_value = [o for o,c in zip(self.looked, contents) if c.hides and not any(_is_of(o, k) for k in known)]
+        by_value = [o for o,c in zip(self.looked, contents) if c.hides and not _is_of(o, known)]
         others = self.places.keys()-set(map(id, by_value))
         self.names = {k:('objs',self.places[k]) for k in others}
         self.copied = [(o,self._digest(o)) for o in by_value]
