@@ -326,7 +326,8 @@ class Evaluate(JobCallback):
         mets,losses = self._metrics(training),None
         for m in mets: self._set_silent(m, False)
         if ph.losses: losses = torch.stack(ph.losses).double().cpu()
-        mets = [m for m in mets if self._way(m)=='sum']
+        whole = {id(m) for m in ph.whole or ()} # as planned, whatever they hold since
+        mets = [m for m in mets if id(m) not in whole]
         for m,why in merge_metrics(mets, ph.sizes, ph.zeros, losses):
             self.unmerged.append(m)
             if self.record: self.record.differing.add(m.name)

@@ -261,6 +261,11 @@ class Late(Metric):
         if ((learn.x[:,0]>.6)&(learn.x[:,0]<1)).any(): self.seen = str(learn.x[0].tolist()) # not in the first batch, and other text on each rank
     value = property(lambda self: self.total)
 
+class LateHelper(Late):
+    def accumulate(self, learn):
+        super().accumulate(learn)
+        if self.seen: self.seen = deque([self.seen])
+
 def said(rank, mk):
     learn = task(*tasks['classes'][:3], lambda n: [mk()], 37, 4, rank)
     with warnings.catch_warnings(record=True) as w, learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
@@ -273,8 +278,9 @@ def test_what_differs_is_named_once_on_rank_0():
     test_eq((len(first),other,b), (1,[],a))
     assert first[0].startswith('moody differs between ranks (0.6, 0.1)'), first
 
-def test_what_cannot_be_put_together_gets_whole_batches_later():
-    (first,a),(other,b) = on_ranks(lambda rank: said(rank, Late), 2, timeout=60, join=False)
+@pytest.mark.parametrize('mk', (Late,LateHelper))
+def test_what_cannot_be_put_together_gets_whole_batches_later(mk):
+    (first,a),(other,b) = on_ranks(lambda rank: said(rank, mk), 2, timeout=60, join=False)
     test_eq((len(first),other,a,b), (1,[],[19.,37.,37.],[19.,37.,37.]))
     assert 'late' in first[0] and 'seen' in first[0]
 
