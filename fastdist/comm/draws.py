@@ -133,7 +133,8 @@ def _generator(args, kw):
     "Return the generator that an operation draws from"
     if kw.get('generator') is not None: return kw['generator']
     x = first(o for o in args if isinstance(o, torch.Tensor))
-    return torch.cuda.default_generators[x.device.index or 0] if x is not None and x.is_cuda else torch.default_generator
+    if x is None or not x.is_cuda: return torch.default_generator
+    return torch.cuda.default_generators[x.device.index or 0]
 
 # %% ../../nbs/109_comm.draws.ipynb #d0ffd4b6
 class Draws(_DispatchMode):

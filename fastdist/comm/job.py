@@ -160,7 +160,8 @@ class Votes:
         if self.state.rank: return 'the others'
         absent = [r for r in range(self.state.size) if not self.store.check([f'rank{r}'])]
         behind = [r for r,o in self.reports.items() if (o['generation'],o.get('n', 0))<(self.state.generation,self.exchanges.n)]
-        return numbered(absent or behind) if absent or behind else 'the others'
+        late = absent or behind
+        return numbered(late) if late else 'the others'
 
     def wait_for(self, key, check=noop):
         "Return the value at `key` when it is set, and call `check` from time to time meanwhile; torch's own wait hears no signal"

@@ -97,7 +97,8 @@ class _JobRecords:
         job = self.job
         if job.shared.has_left(job.store.main) and 0 in job.shared.left: return 'rank 0 has left'
         at,n = json.loads(job.store.main.get('report/0')),job.exchanges.n
-        past = at['generation']==job.generation and 'n' in at and (at['n']>n or not at['kind'] and at['secs']>1)
+        past = False
+        if at['generation']==job.generation and 'n' in at: past = at['n']>n or not at['kind'] and at['secs']>1
         before,self.seen = self.seen,at['nth'] if past else None
         return in_words(0, at).strip() if past and before and before<at['nth'] else None
     def _must_come(self, what):

@@ -205,7 +205,8 @@ def _new_python():
     state = random.getstate()
     s,*_,at = state[1]
     drawn_by_imports = 8 # at most
-    return (at<=drawn_by_imports or at==624 and s==1<<31) and not has_seed(state)
+    is_undrawn = at==624 and s==1<<31
+    return (is_undrawn or at<=drawn_by_imports) and not has_seed(state)
 
 def _new_numpy():
     _,s,at,*_ = np.random.get_state()

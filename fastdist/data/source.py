@@ -8,7 +8,7 @@ and in data workers `sample` and `create_batches`). It is handed the `Pass`, whi
 
 | kind | order | a rank reads |
 |---|---|---|
-| `Indexed` | drawn whole, the same on all ranks | its samples of each global batch, by the methods of the user's loader |
+| `FastaiSource`: samples that are read by number | drawn whole, the same on all ranks | its samples of each global batch, by the methods of the user's loader |
 | `GlobalBatches`: streams, methods of its own, orders without an end | drawn as it goes | all batches, made for the batch size of all ranks, and keeps its rows |
 
 A stream cannot be asked for its third sample, may be longer or shorter than it says, and may shuffle as it goes. If rank `r` kept every `N`-th sample, the batches of `N` ranks would not be those of one process, and

@@ -227,7 +227,9 @@ def _documented(o):
     if not isfunction(f): return []
     found = docments(o if is_dataclass(o) else FunctionType(f.__code__, f.__globals__, closure=f.__closure__), args_kwargs=True)
     returned = found.pop('self', None) or found.pop('return', None) # on one line with the result, `self` has its comment
-    return [f'- `{k}`: {v}' for k,v in found.items() if v and k!='return'] + ([f'\nReturns: {returned}'] if returned else [])
+    lines = [f'- `{k}`: {v}' for k,v in found.items() if v and k!='return']
+    if returned: lines.append(f'\nReturns: {returned}')
+    return lines
 
 def add_docments(
     o # A function, or a class, whose methods are meant too

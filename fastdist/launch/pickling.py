@@ -135,7 +135,7 @@ def found(
 # %% ../../nbs/008_launch.pickling.ipynb #288626d1
 def _with_path(o):
     make,args = cloudpickle.Pickler.dispatch_table[CodeType](o)
-    return make,tuple(o.co_filename if isinstance(a, str) and a=='<dynamic-code>' else a for a in args)
+    return make,tuple(o.co_filename if a=='<dynamic-code>' else a for a in args)
 
 # %% ../../nbs/008_launch.pickling.ipynb #288626d2
 def _with_lists(o):

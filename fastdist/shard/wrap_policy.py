@@ -44,7 +44,7 @@ def unsharded_params(
 )->list: # In the order of `model.parameters()`
     "Return the parameters of `model` that each rank holds whole: those without dimensions or elements, and those that `plan` excludes"
     ignored = {p for m in _ignored(model, plan) for p in m.parameters()}
-    return [p for p in model.parameters() if p in ignored or not (p.ndim and p.numel())]
+    return [p for p in model.parameters() if p in ignored or 0 in (p.ndim,p.numel())]
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #5b2465a7
 _closed_classes = nn.MultiheadAttention,nn.RNNBase,nn.TransformerEncoderLayer
