@@ -1,5 +1,5 @@
 "Two ranks by each way beside one process: seconds from the command to the first step and to the end, a second fit, memory: `python benchmarks/once.py --help`"
-import json,os,socket,subprocess,sys,time
+import json,os,signal,socket,subprocess,sys,time
 from contextlib import suppress
 from pathlib import Path
 from random import shuffle
@@ -105,11 +105,15 @@ def family(pid):
     return found
 
 def pss(pid):
-    "Megabytes of `family(pid)`, a page that several share counted once"
-    total = 0
-    for o in family(pid):
-        with suppress(OSError): # it may have ended
-            total += sum(int(l.split()[1]) for l in Path(f'/proc/{o}/smaps_rollup').read_text().splitlines() if l.startswith('Pss:'))
+    "Megabytes of `family(pid)`, a page that several share counted once; all are stopped meanwhile, since a fork between two readings would count pages twice"
+    pids,total = family(pid),0
+    def send(signum):
+        for o in pids:
+            with suppress(OSError): os.kill(o, signum) # it may have ended
+    send(signal.SIGSTOP)
+    for o in pids:
+        with suppress(OSError): total += sum(int(l.split()[1]) for l in Path(f'/proc/{o}/smaps_rollup').read_text().splitlines() if l.startswith('Pss:'))
+    send(signal.SIGCONT)
     return total*1024/1e6
 
 def memory(way, d, gb):

@@ -104,8 +104,11 @@ class StateWriter:
 
     def can_begin(self)->bool:
         "Return whether no state is being written; where one is, another is due as soon as it is done"
-        busy = self.writer.busy
+        busy,said = self.writer.busy,self.writer.reported
         self.due = -math.inf if busy else time.monotonic()+60*(self.minutes or math.inf)
+        if busy and 'busy' not in said:
+            warn(f'Writing a checkpoint takes longer than every={self.every} steps; some were skipped. HINT: a larger every')
+            said.add('busy')
         return not busy
 
     def save(self,
@@ -128,7 +131,7 @@ class StateWriter:
         mine = *pack(fit.changes.of_rank(changed, left), f'ranks.{fit.rank}'),folder is None or self.sees(folder)
         ranks = gather_objs(mine, dst=0) if fit.size>1 else [mine]
         about = dict(fit=fit.number, epoch=epoch, batch=batch, ended=ended, steps=fit.steps, ranks=fit.size,
-            logs=fit.record.logs, facts=fit.facts, maker=fit.fits.maker())
+            threads=torch.get_num_threads(), logs=fit.record.logs, facts=fit.facts, maker=fit.fits.maker())
         if begins: self._write(about, changed, ranks, folder, left)
         elif folder and fit.rank: self._write_rows(folder, left)
         if wait: self.writer.wait()

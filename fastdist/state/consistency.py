@@ -241,7 +241,7 @@ def sample_values(
         if coarse and not n.startswith('target'): # which small differences do not change
             d = v.double()
             v = f'mean {d.mean():.2g}, deviation {d.std(correction=0):.2g}, shape {list(v.shape)}'
-        res[n] = v
+        res[n] = v.clone() if isinstance(v, Tensor) else v # a row of a large tensor would be sent with all of it
     return res
 
 # %% ../../nbs/410_state.consistency.ipynb #5d01aa20

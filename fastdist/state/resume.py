@@ -243,7 +243,10 @@ class Fit:
 
     def announce(self):
         "Print where the fit goes on"
-        at = self.found['about']
+        at,threads = self.found['about'],torch.get_num_threads()
+        rounds_anew = at['ranks']==self.size and at['threads']!=threads
+        if self.rank==0 and rounds_anew: warn(f'The state was made with {at["threads"]} threads, and there are {threads} now, '
+            'so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
         self.report(f'resuming fit {self.number} at epoch {at["epoch"]}, batch {at["batch"]} from {self.found["path"]}')
 
     def put_back(self):
