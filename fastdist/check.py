@@ -106,8 +106,9 @@ def _gist(msg):
     "Return `msg` in one line, without those of a stack"
     lines = msg.strip().splitlines()
     flush = [i for i,o in enumerate(lines) if o and not o[0].isspace()]
-    lines = lines[flush[-1]:] if flush and 'Traceback (most recent call last)' in msg else [lines[i] for i in flush]
-    return ' '.join(' '.join(lines).split())
+    kept = [lines[i] for i in flush]
+    if flush and 'Traceback (most recent call last)' in msg: kept = lines[flush[-1]:]
+    return ' '.join(' '.join(kept).split())
 
 # %% ../nbs/903_check.ipynb #f3a890da
 @contextmanager
@@ -183,7 +184,8 @@ def _in_process(script, env, quiet=False):
     "Run `script` in a new process, and return the end of what it wrote if it failed"
     cmd = [sys.executable,'-c','from fastdist.check import run_seeded; run_seeded()',*script]
     ran = subprocess.run(cmd, env=os.environ|env, capture_output=quiet, text=True)
-    return (ran.stderr or '')[-2000:] or f'exit code {ran.returncode}' if ran.returncode else ''
+    if not ran.returncode: return ''
+    return (ran.stderr or '')[-2000:] or f'exit code {ran.returncode}'
 
 # %% ../nbs/903_check.ipynb #a0d1f006
 class ScriptRuns:

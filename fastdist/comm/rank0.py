@@ -98,7 +98,9 @@ class _JobRecords:
         if job.shared.has_left(job.store.main) and 0 in job.shared.left: return 'rank 0 has left'
         at,n = json.loads(job.store.main.get('report/0')),job.exchanges.n
         past = False
-        if at['generation']==job.generation and 'n' in at: past = at['n']>n or not at['kind'] and at['secs']>1
+        if at['generation']==job.generation and 'n' in at:
+            runs = not at['kind'] and at['secs']>1 # it is in no exchange
+            past = at['n']>n or runs
         before,self.seen = self.seen,at['nth'] if past else None
         return in_words(0, at).strip() if past and before and before<at['nth'] else None
     def _must_come(self, what):

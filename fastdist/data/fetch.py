@@ -12,7 +12,7 @@ samples are read and stacked without the steps between. All else goes fastai's w
 
 # %% auto #0
 __all__ = ['is_fastais', 'is_empty', 'makes_plainly', 'fetch_items', 'collate_items', 'padded_to', 'rows', 'WorkerWatch',
-           'watched_workers', 'open_batches', 'on_device', 'lies_on']
+           'watched_workers', 'watching_workers', 'open_batches', 'on_device', 'lies_on']
 
 # %% ../../nbs/202_data.fetch.ipynb #9f3d4283
 import faulthandler,os,signal,sys,sysconfig,time,torch,numpy as np
@@ -28,6 +28,7 @@ from fastai.torch_core import retain_types,to_device
 from torch import Tensor
 from torch.utils.data import Subset,TensorDataset,get_worker_info
 from ..base.errors import *
+from ..base.overrides import *
 from ..base.signals import *
 from ..comm.job import *
 
@@ -224,6 +225,10 @@ def watched_workers(
     with _writing_stacks(log): it = make()
     if hasattr(it, '_workers') and '_try_get_data' not in vars(it): it._try_get_data = WorkerWatch(it, log) # persistent ones have theirs
     return it
+
+def watching_workers():
+    "Return a context manager in which a fastai loader that begins to iterate has its data workers watched"
+    return overridden(load, _loaders=(lambda fake: watched_workers(lambda: _loaders[False](fake)),_loaders[True]))
 
 # %% ../../nbs/202_data.fetch.ipynb #1f117a7d
 def open_batches(

@@ -411,7 +411,7 @@ class GlobalBatches:
     def _batches(self):
         with batches_of(self.maker, self.g): it = watched_workers(partial(iter, self.maker))
         while True:
-            with batches_of(self.maker, self.g): b = next(it, self)
+            with batches_of(self.maker, self.g),watching_workers(): b = next(it, self)
             if b is self: return
             yield b
 

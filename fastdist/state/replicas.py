@@ -368,20 +368,22 @@ class AttributeComparison:
         self.early = dict(chain(*(vs.items() for vs in attribute_values(self.learn).values())))
         self.batch.begin(self.early.values())
         self.early = {n:v for n,v in self.early.items() if isinstance(v, int)} # tensors are not kept alive
-        self.items = {} # attribute -> number of items after a few batches
+        self.items,self.midway = {},{} # after a few batches: attribute -> number of items; name -> whole number
 
     def look(self):
-        "Record how many items containers have after a few batches: what grows from then on collects"
+        "Record whole numbers, and how many items containers have, after a few batches: what grows from then on counts or collects"
         self.see()
         self.items = {k:_items_in(v) for k,v in _containers(self.learn).items()}
+        found = chain(*(vs.items() for vs in attribute_values(self.learn).values()))
+        self.midway = {n:v for n,v in found if isinstance(v, int)}
 
     def see(self): self.batch.see(self.learn)
 
     def _collected(self):
         "Return attribute -> the first tensors with rows of a batch, of containers that have grown since `look`"
         grown = {k:v for k,v in _containers(self.learn).items() if k in self.items and _items_in(v)>self.items[k]}
-        found = {k:_first_tensors(k, v) for k,v in grown.items()}
-        return {k:{n:t for n,t in ts.items() if t.ndim and self.batch.has(t)} for k,ts in found.items()}
+        def of_batch(k, v): return {n:t for n,t in _first_tensors(k, v).items() if t.ndim and self.batch.has(t)}
+        return {k:of_batch(k, v) for k,v in grown.items()}
 
     def table(self,
         samples:int=0, # That this rank has had in the epoch
@@ -398,7 +400,8 @@ class AttributeComparison:
                 self._add(attr, kept, why)
         for attr,kept in self._collected().items():
             if kept and attr not in self.reported: self._add(attr, kept, _collected)
-        grown = {n:v-self.early.get(n, 0) for n,v in self.values.items() if isinstance(v, int)}
+        grows = {n for n in self.early.keys()|self.midway.keys() if self.midway.get(n)!=self.values.get(n)} # not a number that was set once
+        grown = {n:v-self.early.get(n, 0) for n,v in self.values.items() if n in grows and isinstance(v, int)}
         self.counted = {n:f'{n} counts samples' for n,by in grown.items() if by==samples>batches} # else it may count batches
         return fingerprints(self.values | dict.fromkeys(self.counted.values(), 1))
 

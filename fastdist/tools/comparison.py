@@ -275,8 +275,7 @@ def read_trace(
     path # Of a trace; files of other ranks are beside it
 )->list: # Of each rank, a dict of what it recorded, by fit, part and number
     "Return what all ranks have recorded"
-    try: head,found = read_file(path)
-    except Exception as e: raise ValueError(f'{path} must be a trace that FASTDIST_TRACE or Trace has written, got: {e}') from e
+    head,found = read_file(path)
     res = []
     for r in range(head['size']):
         if r: found = read_file(rank_file(path, r))[1]

@@ -16,7 +16,6 @@ __all__ = ['summary', 'per_sample', 'tensors_in', 'numbers_in', 'script_values',
 # %% ../../nbs/803_tools.trace.ipynb #608ab886
 import inspect,json,math,os,random,sys,time,fastai.data.core,fasttransform.transform
 from collections import deque
-from contextlib import suppress
 from itertools import chain,islice
 from numbers import Real
 from traceback import extract_tb
@@ -287,8 +286,9 @@ def rank_file(
 def read_file(
     path # File of one rank
 )->tuple: # Number of ranks and the like; a list of what was recorded, in order
-    "Return what one rank has recorded"
-    found = torch.load(path, weights_only=True)
+    "Return what one rank has recorded; raise `ValueError` for another file"
+    try: found = torch.load(path, weights_only=True)
+    except Exception as e: raise ValueError(f'{path} must be a trace that FASTDIST_TRACE or Trace has written, got: {e}') from e
     return found['head'],found['moments']
 
 def _between(learn):
@@ -328,7 +328,7 @@ class Trace(OverridingCallback):
         size = dist.get_world_size() if grouped() else 1
         self.head,self.moments,self.fit = dict(run=f'{os.getpid()}-{_run}', rank=_rank(), size=size, torch=str(torch.__version__)),[],0
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(Exception): # there is no file, or another one
+        if self.file.exists():
             found,moments = read_file(self.file)
             if found==self.head: self.moments,self.fit = moments,1+max([o['fit'] for o in moments], default=-1)
         self._save()

@@ -65,7 +65,7 @@ def parent_job(
         if v is not None and w.source!='one process': raise OptionError(k, v, f'{w.source} has started the ranks. HINT: leave it out')
         if v is not None and n is None: raise OptionError('nprocs', None, f'you set {k}. HINT: nprocs=, the number of ranks there')
     found = engine_of(n, cpu=compute_setup=='cpu', **elsewhere)
-    if found is None and (n or 1)==1 or w.source!='one process': return
+    if w.source!='one process' or found is None and n in (None,1): return
     return JobDescription(n, compute_setup, engine=found)
 
 # %% ../../nbs/708_train.parent.ipynb #35ef1fed

@@ -193,5 +193,6 @@ class CurrentBatch:
         if self.per_sample is None and learn.training:
             self.per_sample = 1. if y.ndim<2 else all_reduce(tensor([math.prod(y.shape[1:])*1.]), 'max').item()
         v = normaliser(self.reduction.loss_func, y)
-        counted = None if v is None or not samples else v/(self.per_sample or 1.)*size/total
+        if not samples: v = None
+        counted = None if v is None else v/(self.per_sample or 1.)*size/total
         return BatchScale(samples, size, counted=counted, fraction=fraction)

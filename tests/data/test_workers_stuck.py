@@ -16,6 +16,12 @@ class Data:
         if i==0 and torch.utils.data.get_worker_info(): self.act() # fastai reads one in the process itself
         return tensor([i/24]),tensor([i/12])
 
+class Stream(torch.utils.data.IterableDataset):
+    "The same samples, which are read in sequence"
+    def __init__(self, act): self.data = Data(act)
+    def __len__(self): return len(self.data)
+    def __iter__(self): return map(self.data.__getitem__, range(len(self)))
+
 def nothing(): pass
 def stopped(): os.kill(os.getpid(), signal.SIGSTOP)
 def slow(): time.sleep(2.5)
@@ -45,6 +51,7 @@ class Unfinished:
 
 def loaders(kind, valid):
     dss,kw = (Data(nothing),Data(valid)),dict(num_workers=1)
+    if kind=='stream': return DataLoaders(*[DataLoader(Stream(o.act), bs=4, **kw) for o in dss])
     if kind=='torch': return DataLoaders(*[torch.utils.data.DataLoader(o, batch_size=4, **kw) for o in dss])
     return DataLoaders.from_dsets(*dss, bs=4, shuffle=False, **kw)
 
@@ -71,6 +78,10 @@ def test_a_worker_that_gives_nothing_is_named(kind, how):
         assert re.search(r'Process \d+ is ' + ('stopped' if how=='stopped' else 'at\n  File'), err) and 'begin again from the last Checkpoint' in err, err
         if how!='stopped': assert '_worker_loop' in err
         test_eq(n, kind=='fastai')
+
+def test_a_worker_of_a_stream_is_named():
+    "torch's iterator is made within the `__iter__` of the loader"
+    for err,_ in on_ranks(lambda rank: fitted(rank, 'stream', 'locked'), join=False): assert re.search(r'Process \d+ is at\n  File', err) and '_worker_loop' in err, err
 
 @pytest.mark.parametrize('kind', ['fastai','torch'])
 @pytest.mark.by_default('torch')
