@@ -25,7 +25,7 @@ __all__ = ['ddp_imports', 'gomp_paths', 'release_threads', 'preload', 'forks_ran
            'end_ranks', 'how_ended', 'in_shell', 'on_ranks']
 
 # %% ../../nbs/009_launch.fork.ipynb #fe38b5ef
-import builtins,json,os,random,re,signal,stat,sys,tempfile,time,torch,warnings,numpy as np
+import builtins,json,os,pickle,random,re,signal,stat,sys,tempfile,time,torch,warnings,numpy as np
 from base64 import b64encode
 from collections.abc import Callable
 from ctypes import CDLL
@@ -254,6 +254,15 @@ class Failure:
         self.exit = [e.code] if isinstance(e, SystemExit) else None
         self.unfinished = getattr(e, 'unfinished', None) # what the rank has had until then, where its function says
         self.own = not (self.of or self.broken or self.signum) # whether no other rank and no signal has caused it
+        self.pickled = None # class, arguments and attributes of the error, where they can be pickled
+        if self.own and isinstance(e, Exception):
+            with suppress(Exception): self.pickled = dumps(class_and_values(e))
+
+    def error(self, *args, **kwargs):
+        "Return the `RankError` with the arguments `args` and `kwargs`, as an instance of the class of the rank's error where this process has it"
+        res = RankError(*args, shown=False, **kwargs)
+        try: return with_class_of(res, *pickle.loads(self.pickled)) if self.pickled else res
+        except Exception: return res
 
 # %% ../../nbs/009_launch.fork.ipynb #20859c1f
 def be_rank(
@@ -388,7 +397,7 @@ def _error(failed, d):
     "Return the error of a rank that failed by itself, else that of `failed`, a rank or `None`"
     found = sorted(map(read, d.glob('failure*')), key=lambda o: (not o.own,o.time))
     known = failed is None or any(o.own or o.rank==failed.rank for o in found)
-    if known: return RankError(found[0].rank, found[0].text, shown=False)
+    if known: return found[0].error(found[0].rank, found[0].text)
     return RankError(failed.rank, how_ended(failed.exitcode), shown=False)
 
 # %% ../../nbs/009_launch.fork.ipynb #a9010e66

@@ -310,9 +310,9 @@ class Ranks:
         n,first_ = len(self.all),own[0]
         if first_.exit and (first_.exit[0] or len(own)==n): return SystemExit(first_.exit[0])
         said = {o.text.rpartition('\n')[2] for o in own}
-        if n==1 or len(own)<n or len(said)>1: return self._error(first_.rank, first_.text)
+        if n==1 or len(own)<n or len(said)>1: return first_.error(first_.rank, first_.text, node=self.all[first_.rank].node)
         text = min(own, key=lambda o: o.rank).text
-        return RankError(None, f'all {n} ranks raised the same error:\n{text}', shown=False)
+        return first_.error(None, f'all {n} ranks raised the same error:\n{text}')
 
     def _error(self, rank, text):
         return RankError(rank, text, shown=False, node=None if rank is None else self.all[rank].node)

@@ -587,3 +587,19 @@ def test_under_a_launcher_the_batch_is_the_scripts():
     one = learner()
     with one.no_bar(), one.no_logging(): one.fit(1)
     for o in on_ranks(launched, 2, join=False): test_close(o, flatten([*one.model.parameters()]), 1e-6)
+
+class Pruned(Exception):
+    def __init__(self, at): self.at = at
+
+class Prunes(Callback):
+    def __init__(self, what, rank): self.what,self.rank = what,rank
+    def after_epoch(self):
+        if self.rank in (None,rank_distrib()): raise self.what
+
+@pytest.mark.parametrize('what,rank', [(Pruned(3),None), (Pruned(3),1), (FileNotFoundError(2, 'No such file', 'a.csv'),0), (torch.OutOfMemoryError('CUDA out of memory'),None)])
+def test_a_script_catches_what_a_rank_raises_by_its_class(what, rank):
+    learn = learner()
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        with pytest.raises(type(what)) as e: learn.fit(2, cbs=Prunes(what, rank))
+    assert isinstance(e.value, RankError) and 'raise self.what' in str(e.value)
+    for k in ('at','errno','filename'): test_eq(getattr(e.value, k, None), getattr(what, k, None))
