@@ -47,6 +47,7 @@ from ..base.values import *
 from ..launch.pickling import *
 from ..comm.rng import *
 from ..data.loader import *
+from ..evaluate.probe import *
 from .replicas import *
 
 # %% ../../nbs/409_state.changes.ipynb #7846ce8b
@@ -433,6 +434,9 @@ class Unsent:
     ): self.why = why
 
 # %% ../../nbs/409_state.changes.ipynb #82376865
+_stays = 'changed on ranks and stays there, since it cannot be sent to another process. HINT: make it where it is used'
+_scripts_use = {*sys.stdlib_module_names,'torch','fastai','fastcore'} # packages in whose objects scripts set attributes
+
 class Changes:
     "What a fork of this process, made later, changes in what `roots` lead to"
     def __init__(self, *roots, but=()): # As for `reachable`
@@ -492,15 +496,18 @@ class Changes:
         return res
 
     def _leave_out(self, found, i, c):
-        "Take out of `c`, and name, what cannot be pickled"
+        "Take out of `c` what cannot be pickled, and name it, but for attributes that a library sets in objects of its own"
+        cls = type(self.objs[i])
+        of_script = package_of(cls) in _scripts_use or not of_library(cls.__module__)
         def can(what, v):
             try: return bool(_pickled(v, **found.how))
             except Exception as e:
-                warn(f'{what} of a {type(self.objs[i]).__name__} was changed on ranks and stays there, since it cannot be sent to another process: {e}. HINT: make it where it is used')
+                if of_script or part!='attributes': warn(f'{what} of a {cls.__name__} was {_stays}: {e}')
         for part in ('attributes','entries'):
             gone,new,order = getattr(c, part) or ((),{},None)
             there = {k:v for k,v in new.items() if can(repr(k), (k,v))}
             if len(there)<len(new): setattr(c, part, (gone,there,None))
+        part = 'items'
         if c.items is not None and not can('An item', c.items): c.items = None
 
     @torch.no_grad()
@@ -538,12 +545,16 @@ class _Difference:
     def __init__(self, common, original=False):
         common._flush()
         self.common = common
-        self.renewed = [o for o,was in common.copied if was is not None and common._digest(o)!=was]
+        digests = [(o,was,common._digest(o)) for o,was in common.copied if was is not None]
+        self.renewed = [o for o,was,now in digests if now not in (was,None)]
+        lost = [o for o,_,now in digests if now is None]
         later = {id(o):('later',i) for i,o in enumerate(self.renewed)}
         self.now = _contents(common.looked)
         same,places = partial(_same, later),common.places
         changed = {places[id(o)]:Change(common.before[id(o)], c, same) for o,c in zip(common.looked, self.now)}
         self.changed = {i:c for i,c in changed.items() if c}
+        for o in lost:
+            if places[id(o)] not in self.changed: warn(f'A {type(o).__name__} was {_stays}')
         moved = {i for i,c in self.changed.items() if c.numbers=='moved'}
         owners = {c.memory[0]:places[id(o)] for o,c in zip(common.looked, self.now) if c.memory and places[id(o)] not in moved}
         self.names = {k:('objs',i) for k,i in places.items()}

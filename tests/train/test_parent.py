@@ -2,6 +2,7 @@
 import collections,functools,itertools,os,psutil,signal,threading,time,warnings,weakref,pytest
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager,nullcontext
+from types import SimpleNamespace
 import pandas as pd
 from fastai.basics import *
 from fastai.callback.all import *
@@ -603,3 +604,15 @@ def test_a_script_catches_what_a_rank_raises_by_its_class(what, rank):
         with pytest.raises(type(what)) as e: learn.fit(2, cbs=Prunes(what, rank))
     assert isinstance(e.value, RankError) and 'raise self.what' in str(e.value)
     for k in ('at','errno','filename'): test_eq(getattr(e.value, k, None), getattr(what, k, None))
+
+class SetsLocks(Callback):
+    def __init__(self): self.frame,self.kept,self.named = pd.DataFrame(),{},SimpleNamespace()
+    def after_fit(self): vars(self.frame)['own'] = self.kept['lock'] = self.named.lock = threading.Lock()
+
+def test_what_cannot_be_sent_is_named_but_for_attributes_of_a_library_s_objects():
+    learn = learner()
+    with warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always', UserWarning)
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2): learn.fit(1, cbs=SetsLocks())
+    said = sorted(str(o.message).partition(' was changed')[0] for o in ws if 'stays there' in str(o.message))
+    test_eq(said, ["'lock' of a SimpleNamespace", "'lock' of a dict"])
