@@ -72,7 +72,6 @@ Modules:
 - `fastdist.shard.model`: A model in shards: torch's FSDP2 is put on it, and taken off without a trace
 - `fastdist.shard.optimizer`: An optimizer steps the shards of the parameters that it was made for
 - `fastdist.shard.plan`: How a model is divided over ranks, read from a plugin of Accelerate, the environment or `shard=True`
-- `fastdist.shard.rows`: Shards are rows: which rank has which, and how they are put together
 - `fastdist.shard.wrap_policy`: Modules whose parameters are gathered together when a model is sharded
 - `fastdist.state.changes`: What a copy of this process has changed in objects that this process has too
 - `fastdist.state.checkpoint`: `Checkpoint`: a training that is killed goes on at its step when the same script is started again
@@ -89,7 +88,6 @@ Modules:
 - `fastdist.tools.step_clock`: The time of each part of a step on this rank, taken at the borders of events
 - `fastdist.tools.timeline`: Where the time of a training goes, on each rank and in each step, and which rank is late
 - `fastdist.tools.trace`: A record of what the first steps of a fit leave, which another process can be compared with
-- `fastdist.train.buffers`: Buffers that forward passes change: as one process would have them, or named in a warning
 - `fastdist.train.events`: Callbacks decide; all ranks do what one decides
 - `fastdist.train.gradients`: Gradients and loss of a step are those of the global batch, whatever passes are made
 - `fastdist.train.parent`: The process that runs the script, and the ranks that its Learner's calls run on
