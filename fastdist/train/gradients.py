@@ -24,7 +24,7 @@ __all__ = ['term_of', 'scale_terms', 'adds_terms', 'RegularisationTerms', 'Windo
 
 # %% ../../nbs/705_train.gradients.ipynb #2bfa4b6d
 import math
-from contextlib import ExitStack,nullcontext
+from contextlib import ExitStack
 from types import SimpleNamespace
 from warnings import warn
 from fastcore.all import *
@@ -48,13 +48,13 @@ _linear = {'torch::autograd::CopySlices', *[o+'Backward0' for o in _operations]}
 
 def _nodes(fn, stop=None, within=None):
     "Return all nodes of a graph from `fn` on, without `stop` and those beyond it, or beyond a node whose name is not in `within`"
-    todo,seen = [fn],{None,stop}
+    todo,found = [fn],set()
     while todo:
         o = todo.pop()
-        if o in seen: continue
-        seen.add(o)
+        if o in (None,stop) or o in found: continue
+        found.add(o)
         if within is None or o.name() in within: todo += [n for n,_ in o.next_functions]
-    return seen-{None,stop}
+    return found
 
 def term_of(
     new, # Node of the loss that a callback made
@@ -116,7 +116,7 @@ class RegularisationTerms:
         cb('after_loss')
         new = learn.loss_grad
         if new.grad_fn is before:
-            if summed: learn.loss_grad = old
+            learn.loss_grad = old
             return
         if id(cb) not in self.judged: self.judged[id(cb)] = cb,self.judge(cb, term_of(new.grad_fn, node), found, window)
         if summed and self.judged[id(cb)][1]: learn.loss_grad = scale_terms(new, old, self.batch.scale().samples/self.batch.size)
@@ -153,7 +153,8 @@ class RegularisationTerms:
         mixed = callback_mixes(cb, event, found, self.learn)
         if mixed: warn(_mixes.format(type(cb).__name__, event))
         if mixed is not None or made_in(getattr(type(cb), event, None)).startswith('fastai.'): return
-        if tensor_versions(given(self.learn, event))!=before: self.batch.reduction.unsettled.add(f'{type(cb).__name__} changes the batch in {event}')
+        changed = tensor_versions(given(self.learn, event))!=before
+        if changed: self.batch.reduction.unsettled.add(f'{type(cb).__name__} changes the batch in {event}')
 
 # %% ../../nbs/705_train.gradients.ipynb #4af96396
 class WindowLosses:
@@ -211,8 +212,8 @@ def _is_constant(t):
 
 def _times(t, g, w):
     "Return the gradient `g`, or `None`, to begin the pass over `t` from, multiplied by `w`"
-    if g is None and t.numel()!=1: return
-    return (torch.ones_like(t) if g is None else g)*w
+    if g is not None: return g*w
+    if t.numel()==1: return torch.ones_like(t)*w
 
 # %% ../../nbs/705_train.gradients.ipynb #fad25d82
 class BackwardPasses:
@@ -225,26 +226,29 @@ class BackwardPasses:
     ):
         store_attr()
         self.learn,self.many,self.reduction = phases.learn,phases.world.size>1,batch.reduction
-        self.losses,self.buffer = WindowLosses(self.learn),torch.empty(2, dtype=torch.float32) # so that no step makes a tensor for its numbers
+        self.losses = WindowLosses(self.learn)
         self.begin(AccumulationWindow())
 
     def begin(self,
         window:AccumulationWindow # Of the fit
     ):
         "Begin a fit"
-        self.window,self.windowed,self.exchanges = window,bool(window),True # `exchanges`: whether gradients are exchanged in this batch
+        self.window = window
         self.first,self.leftover = True,False # whether the fit has had no pass over a loss; whether there are gradients of a batch without a step
         self.due,self.n,self.added = False,0,False # whether the pass over the loss is to come; passes of the batch; whether one came before that
         self.cancel,self.lossless,self.joins = None,False,True # this rank's exception in `join`; whether it has no loss then; whether a callback may come there
         self.sums,self.fractions,self.loss = 0.,0.,None # numbers to send, and fractions of their batches; the loss of all ranks
 
+    @property
+    def exchanges(self):
+        "Whether gradients are exchanged in this batch"
+        return self.window.ends or self.sync_each
+
     def begin_batch(self):
         "Begin a batch, whose loss has no pass yet"
         self.due,self.n = True,0
         self.before = vars(self.learn).get('loss') # of the batch before; fastai's 0 at the first
-        if not self.windowed: return
-        self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
-        self.exchanges = self.window.ends or self.sync_each
+        if self.window: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
 
     def loss_computed(self):
         "Note the loss function that has computed the batch's loss, and find out how it reduces"
@@ -266,14 +270,14 @@ class BackwardPasses:
         self.due,win,layout = False,self.window,self.layout
         with plain(): # fastai's tensor types cost more here than the arithmetic
             f = self._add(self.batch.scale(win.fraction))
-            if t.numel()==1 and (isinstance(f, Tensor) or f!=1): g = _times(t, g, f)
+            if isinstance(f, Tensor) or f!=1: g = _times(t, g, f)
             if self.lossless: self.sums[1] = math.nan # so that all ranks know
-        others = (self.added or self.leftover) and not self.windowed # gradients of all ranks are there
-        with suspended_grads(layout.trained.active) if others else nullcontext():
+        of_all_ranks = [] # parameters with gradients of all ranks
+        if not win and (self.added or self.leftover): of_all_ranks = layout.trained.active
+        with suspended_grads(of_all_ranks):
             layout.backward(run, t, g, self.sums)
             mean = layout.reduce(self.sums, wanted=win.ends) if self.exchanges else None
-            divisor = self._read(mean) if win.ends else 1.
-            if isinstance(divisor, Tensor) or abs(divisor-1)>=1e-6: divide_grads(layout.trained.active, divisor)
+            if win.ends: divide_grads(layout.trained.active, self._read(mean))
             cancel = self._cancelled(mean)
         if win.callback: win.callback.count = win.seen-find_bs(self.learn.yb)
         self.n,self.added,self.first,self.leftover = self.n+1,False,False,True
@@ -285,7 +289,8 @@ class BackwardPasses:
     ):
         "Send `e` with gradients of zero, and raise what all ranks cancel by; return where the batch has no pass over its loss to come"
         learn,ends = self.learn,(CancelBatchException,CancelTrainException,CancelEpochException,CancelFitException)
-        if self.n or not self.due or self.windowed or not isinstance(e, ends): return
+        if self.n or not self.due: return
+        if self.window or not isinstance(e, ends): return
         if event=='after_pred':
             if not self.reduction.is_known: return
             learn.loss_grad = sum(t.sum() for _,t in leaves('', learn.pred) if getattr(t, 'requires_grad', False))
@@ -300,7 +305,7 @@ class BackwardPasses:
 
     def _cancelled(self, mean):
         "Return what ranks cancel the batch by, `None` where none does; its gradients are zero then, and where a rank has no loss of it the loss is that of the batch before"
-        if self.windowed or not self.many: return
+        if self.window or not self.many: return
         requests,mine,self.cancel,self.lossless = self.layout.requests,self.cancel,None,False
         if not (self.joins or requests.cancels.is_cpu): return # to look would wait for the GPU
         n = requests.cancelled()
@@ -314,32 +319,32 @@ class BackwardPasses:
 
     def _add(self, scale):
         "Add the numbers of a batch to those that are sent; return the factor of its loss"
-        win,learn,n,d = self.window,self.learn,1.,1.
-        if win.callback or self.first and not self.windowed: n,d = self._means_ahead(scale)
-        f = scale.factor(n, d)
-        if not self.windowed:
-            self.sums,self.fractions = scale.numbers(learn.loss, self.buffer),d
-            return f
-        numbers = scale.numbers(learn.loss)
+        win,learn,numbers = self.window,self.learn,scale.numbers(self.learn.loss)
+        if not win:
+            d = self._means_ahead(scale)[1] if self.first and self.batch.divides_unevenly else 1.
+            self.sums,self.fractions = numbers,d
+            return scale.factor(d=d)
         self.losses.numbers.append(numbers)
+        f = scale.factor()
         if win.callback:
             numbers = scale.counts(learn.loss.device)
+            if self.batch.divides_unevenly or self.reduction.kind[0]: f = scale.factor(*self._means_ahead(scale)) # it multiplies losses by samples
             f = f*win.callback.n_acc/find_bs(learn.yb) # it has divided by `n_acc` and multiplied by the targets
         self.sums,self.fractions = self.sums+numbers*win.fraction,self.fractions+win.fraction
         return f
 
     def _means_ahead(self, scale):
-        "Return the means over ranks of samples and denominators where they must be known before the pass, at one all-reduce; else 1"
-        multiplied = self.window.callback # it multiplies losses by samples
-        if not self.batch.divides_unevenly and not (multiplied and self.reduction.kind[0]): return 1.,1.
+        "Return the means over ranks of samples and denominators, which must be known before the pass; one all-reduce"
         n,d = all_reduce(scale.counts(self.learn.loss.device), kind='step')/self.phases.world.size
-        return n if multiplied else 1.,d+(d==0)
+        return n,d+(d==0)
 
     def _read(self, mean):
         "Take the loss from `mean` over ranks of what was sent; return by what gradients are to be divided"
         a,b = mean.tolist() if mean.is_cpu else mean
         divisor,self.sums,self.fractions = b/self.fractions,0.,0.
-        if not self.windowed: self._set_loss(a/b if isinstance(b, Tensor) or b else math.nan)
+        if not self.window:
+            if isinstance(b, Tensor) or b: self._set_loss(a/b)
+            else: self._set_loss(math.nan)
         if not self.window.callback: return divisor
         self._count(float(a), float(b))
         return 1.
@@ -348,7 +353,8 @@ class BackwardPasses:
         "Make `GradientAccumulation` count the samples that there were, a part `n` of its window; `d` is another number where some targets did not count"
         win,(summed,counts) = self.window,self.reduction.kind
         if win.correct(round(n*win.callback.n_acc)): self.phases.warn_once('larger', _larger)
-        if summed or not counts or self.batch.divides_unevenly or abs(d-n)<1e-6: return
+        if summed or not counts: return
+        if self.batch.divides_unevenly or abs(d-n)<1e-6: return
         self.batch.ignores = True
         self.phases.warn_once('ignored', _ignored)
 
@@ -358,7 +364,8 @@ class BackwardPasses:
     def reduce_loss(self):
         "Make the loss of a batch whose pass did not send it that of all ranks; one all-reduce"
         loss = vars(self.learn).get('loss')
-        if self.windowed or loss is None or loss is self.loss or not self.many: return
+        if self.window or not self.many: return
+        if loss is None or loss is self.loss: return
         num,den = all_reduce(self.batch.scale().numbers(torch.as_tensor(loss)))
         self._set_loss(num/den)
 
@@ -379,10 +386,9 @@ class OtherPasses:
         self.layout.drop()
         active,scale,weight = self._active(),self._scale(),1.
         if scale:
-            ts = [t] if isinstance(t, Tensor) else list(t)
-            gs = [g]*len(ts) if g is None or isinstance(g, Tensor) else list(g)
-            w = scale.factor()
-            g = [_times(o, h, w) for o,h in zip(ts, gs)]
+            ts = L(t)
+            gs = L(g) if g is not None else [None]*len(ts)
+            g = [_times(o, h, scale.factor()) for o,h in zip(ts, gs)]
             if not isinstance(scale.weight, Tensor): weight = float(scale.weight!=0)
         with suspended_grads(active):
             run(t, g)
@@ -405,9 +411,9 @@ class OtherPasses:
 
     def _active(self):
         "Return the parameters that are trained at the moment"
-        now = user_model(self.learn),self.learn.opt
-        trained = self.layout.trained
-        return (trained if trained.holds(*now) else Trained(*now)).active
+        now,trained = (user_model(self.learn),self.learn.opt),self.layout.trained
+        if not trained.holds(*now): trained = Trained(*now)
+        return trained.active
 
     def _average(self, active, scale, weight):
         "Replace this rank's gradients by the mean over ranks, multiplied by `weight` before"
@@ -508,7 +514,7 @@ class GlobalGradients(JobCallback):
     def wrap(self):
         "Wrap the parameters that the Learner trains now, and watch its backward passes"
         self.layout.wrap(self.learn)
-        if self.phases.size==1 and not self.passes.windowed: return
+        if self.phases.size==1 and not self.passes.window: return
         if not self.watched:
             self.hooks.enter_context(each_backward(self._on_backward))
             self.hooks.enter_context(each_registration(partial(self.registered.append, True)))

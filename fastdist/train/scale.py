@@ -63,20 +63,15 @@ class BatchScale:
         return torch.stack([torch.as_tensor(o, dtype=torch.float32, device=device) for o in (self.samples,self.denominator)])
 
     def numbers(self,
-        loss:torch.Tensor, # Of this rank
-        into:torch.Tensor=None # Shape `(2,)`, written on the CPU; a new one by default
+        loss:torch.Tensor # Of this rank
     )->torch.Tensor: # Shape `(2,)`
         "Return weighted loss and denominator, without waiting for a GPU; a loss with weight 0 may be no number"
         l,w,d = loss.detach(),self.weight,self.denominator
         if l.ndim: l = l.mean()
-        if not l.is_cpu:
-            l = l.float()
-            w,d = [o.float() if isinstance(o, Tensor) else torch.full_like(l, o) for o in (w,d)]
-            return torch.stack([torch.where(w>0, l*w, 0.), d])
-        res = torch.empty(2, dtype=torch.float32) if into is None else into
-        values = res.numpy()
-        values[0],values[1] = l.item()*w if w else 0.,d
-        return res
+        if l.is_cpu: return torch.tensor([l.item()*w if w else 0., d], dtype=torch.float32)
+        l = l.float()
+        w,d = [o.float() if isinstance(o, Tensor) else torch.full_like(l, o) for o in (w,d)]
+        return torch.stack([torch.where(w>0, l*w, 0.), d])
 
 # %% ../../nbs/704_train.scale.ipynb #e3d0be72
 def batch_total(
@@ -112,8 +107,8 @@ class AccumulationWindow:
         if self.callback: self.fraction,self.ends = m/self.callback.n_acc,self.seen>=self.callback.n_acc
         elif self.every>1:
             first = k//self.every*self.every
-            last = min(first+self.every, n_batches)-1
-            self.fraction,self.ends = m/sum(batch_total(dl, i) for i in range(first, last+1)),k==last
+            batches = range(first, min(first+self.every, n_batches))
+            self.fraction,self.ends = m/sum(batch_total(dl, i) for i in batches),k==batches[-1]
 
     def resume(self,
         n:int # Samples that the window has already
@@ -181,18 +176,25 @@ class CurrentBatch:
         fraction:float=1. # Of the batch in its accumulation window
     )->BatchScale:
         "Return the scale of this rank's batch, by its samples and targets of now; once a fit, in training, ranks exchange how many targets a sample has"
-        learn,dl,size,(summed,counts) = self.learn,self.phases.source,self.size,self.reduction.kind
-        shared,samples = isinstance(dl, DistributedDL),self.part
-        total = dl.total(learn.iter) if shared else batch_total(dl, learn.iter)
-        if samples and shared and (dl.partition.bs or learn.iter in dl.totals):
-            planned = round(samples*total/size)
-            n = size_now(learn.xb, learn.yb, planned)
-            if n!=planned: samples = n*size/total
-        if summed or not counts: return BatchScale(samples, size, summed, fraction=fraction)
-        y = learn.yb[0]
-        if self.per_sample is None and learn.training:
+        learn,size,(summed,counts) = self.learn,self.size,self.reduction.kind
+        total,counted = batch_total(self.phases.source, learn.iter),None
+        samples = self._samples(total)
+        if counts and not summed: counted = self._counted(samples, total)
+        return BatchScale(samples, size, summed, counted, fraction)
+
+    def _samples(self, total):
+        "Return `part`, or what it is where callbacks have left samples out"
+        learn,dl,samples = self.learn,self.phases.source,self.part
+        if not samples or not isinstance(dl, DistributedDL): return samples
+        if not dl.partition.bs and learn.iter not in dl.totals: return samples # nobody knows how many were planned
+        planned = round(samples*total/self.size)
+        n = size_now(learn.xb, learn.yb, planned)
+        return samples if n==planned else n*self.size/total
+
+    def _counted(self, samples, total):
+        "Return by what the mean divides, over the planned mean of all ranks; `None` where that is samples"
+        y = self.learn.yb[0]
+        if self.per_sample is None and self.learn.training:
             self.per_sample = 1. if y.ndim<2 else all_reduce(tensor([math.prod(y.shape[1:])*1.]), 'max').item()
         v = normaliser(self.reduction.loss_func, y)
-        if not samples: v = None
-        counted = None if v is None else v/(self.per_sample or 1.)*size/total
-        return BatchScale(samples, size, counted=counted, fraction=fraction)
+        if samples and v is not None: return v/(self.per_sample or 1.)*self.size/total
