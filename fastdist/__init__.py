@@ -21,20 +21,17 @@ Modules:
 - `fastdist.accelerator`: One object for the parent process, which starts ranks, and for each rank
 - `fastdist.base.at_fork`: What a forked child closes, and begins anew, of all that it inherits from its parent
 - `fastdist.base.errors`: The exceptions that fastdist raises
-- `fastdist.base.overrides`: Attributes of objects that are overridden in a context, and restored
-- `fastdist.base.signals`: Handlers of signals, shared with those of the user and of libraries
+- `fastdist.base.overrides`: Attributes, variables and handlers of signals that are overridden in a context, and restored
 - `fastdist.base.tracebacks`: Short tracebacks, printed by one rank
 - `fastdist.base.values`: Nested values: their leaves by name, mapped, copied and compared
 - `fastdist.check`: `fastdist-check`: a report of one screen on this machine or cluster, and an exit code
-- `fastdist.comm.collective_log`: Numbers and names of the exchanges between ranks, to find ranks in different ones
 - `fastdist.comm.collectives`: Collectives over tensors, rows and objects, the same in one process and on many ranks
 - `fastdist.comm.draws`: torch's random draws in a step, made for the global batch and cut to the rows of this rank
 - `fastdist.comm.failures`: Errors of one rank, and how they reach the main thread of another
 - `fastdist.comm.job`: What the ranks of a job share beside the process group: decisions, and the error of one of them
 - `fastdist.comm.progress`: Where each rank is, and which rank keeps the others waiting
 - `fastdist.comm.rank0`: Work that rank 0 does first, or that only rank 0 does, while other ranks wait
-- `fastdist.comm.rng`: Random decisions that ranks share, and random streams of their own
-- `fastdist.comm.seeds`: Random numbers as a function of a seed and a place
+- `fastdist.comm.rng`: Random numbers that ranks share, streams of their own, and numbers as a function of a seed and a place
 - `fastdist.comm.store`: Key-value store of one job, and who of its processes exist
 - `fastdist.data.digest`: Plain values by which ranks compare the data of their loaders
 - `fastdist.data.fetch`: Batches of plain samples in few calls, and data workers that are watched

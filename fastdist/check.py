@@ -37,6 +37,7 @@ from .base.errors import *
 from .launch.world import *
 from .launch.group import *
 from .launch.launcher import *
+from .comm.progress import *
 from .comm.job import *
 from .comm.collectives import *
 from .comm.rank0 import *

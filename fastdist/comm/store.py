@@ -28,7 +28,7 @@ from ..base.at_fork import *
 from ..base.errors import *
 from ..launch.world import *
 from ..launch.group import *
-from .collective_log import *
+from .progress import *
 
 try: import resource
 except ImportError: resource = None # Windows has no limit of this kind

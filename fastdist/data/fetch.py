@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.utils.data import Subset,TensorDataset,get_worker_info
 from ..base.errors import *
 from ..base.overrides import *
-from ..base.signals import *
 from ..comm.job import *
 
 _loaders,_collates_by_type = map(private, ('fastai.data.load:_loaders','torch.utils.data._utils.collate:default_collate_fn_map'))

@@ -34,7 +34,6 @@ from ..base.errors import *
 from ..base.overrides import *
 from ..comm.collectives import *
 from ..comm.rng import *
-from ..comm.seeds import *
 from ..comm.draws import *
 from .sharding import *
 from .digest import *

@@ -28,7 +28,6 @@ from fastcore.all import *
 from torch.utils.data import DistributedSampler,TensorDataset,default_collate,get_worker_info
 from torch.utils.data import DataLoader as TorchLoader
 from ..comm.rng import *
-from ..comm.seeds import *
 from ..comm.draws import *
 from .sharding import *
 from .fetch import *

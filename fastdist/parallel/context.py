@@ -19,7 +19,7 @@ from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision,GradScaler
 from ..base.errors import *
-from ..base.signals import *
+from ..base.overrides import *
 from ..launch.world import *
 from ..launch.group import *
 from ..launch.options import *

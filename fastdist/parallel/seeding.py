@@ -40,7 +40,6 @@ from ..base.values import *
 from ..launch.callbacks import *
 from ..comm.collectives import *
 from ..comm.rng import *
-from ..comm.seeds import *
 from ..comm.draws import *
 from ..data.loader import *
 from ..evaluate.probe import *

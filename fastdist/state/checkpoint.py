@@ -25,7 +25,6 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import LRFinder
 from ..base.errors import *
 from ..base.overrides import *
-from ..base.signals import *
 from ..launch.group import *
 from ..launch.fork import *
 from ..launch.callbacks import *

@@ -33,7 +33,6 @@ from ..launch.pickling import *
 from ..launch.world import *
 from ..comm.collectives import *
 from ..comm.rng import *
-from ..comm.seeds import *
 from ..data.digest import *
 from ..evaluate.loss import *
 from ..data.loader import *

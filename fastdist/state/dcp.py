@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner,HuggingFaceStorageRe
 from fastcore.all import *
 from fastai.basics import *
 from ..base.values import *
-from ..base.signals import *
+from ..base.overrides import *
 from .folder import *
 from .serialize import *
 

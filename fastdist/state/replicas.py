@@ -35,7 +35,7 @@ from ..base.errors import *
 from ..base.values import *
 from ..launch.pickling import *
 from ..launch.callbacks import *
-from ..comm.collective_log import *
+from ..comm.progress import *
 from ..comm.collectives import *
 from ..evaluate.loss import *
 from .snapshot import *

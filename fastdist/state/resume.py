@@ -30,7 +30,6 @@ from ..launch.pickling import *
 from ..comm.job import *
 from ..comm.collectives import *
 from ..comm.rng import *
-from ..comm.seeds import *
 from ..data.digest import *
 from ..data.loader import *
 from .snapshot import *

@@ -26,7 +26,7 @@ from textwrap import fill
 from fastcore.all import *
 from fastai.basics import *
 from ..launch.callbacks import *
-from ..comm.collective_log import *
+from ..comm.progress import *
 from ..comm.collectives import *
 from ..parallel.passes import *
 from .step_clock import *

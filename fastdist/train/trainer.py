@@ -42,7 +42,6 @@ from ..launch.callbacks import *
 from ..launch.fork import *
 from ..comm.collectives import *
 from ..comm.rng import *
-from ..comm.seeds import *
 from ..data.loader import *
 from ..evaluate.loss import *
 from ..evaluate.evaluate import *

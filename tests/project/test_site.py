@@ -127,7 +127,7 @@ def test_the_title_of_a_module_is_its_name():
     for name,path in modules.items(): assert read_nb(pages.root/'nbs'/path).cells[1].source.startswith(f'# {name}\n'), path
 
 def test_search_prefers_guides_to_modules_and_scripts():
-    start,guide,tutorial,words,names,module,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_launch.md','006_launch.world.ipynb','examples/digits.py.md'))
+    start,guide,tutorial,words,names,module,script = map(boost, ('index.ipynb','guides/hangs.ipynb','tutorials/costs.ipynb','reference/glossary.ipynb','reference/names_launch.md','005_launch.world.ipynb','examples/digits.py.md'))
     assert start>guide==tutorial>words>names>module==script
 
 right = { # What somebody types, and the page that it is about
