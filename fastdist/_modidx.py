@@ -4008,6 +4008,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.train.events.accumulate': ('train.events.html#accumulate', 'fastdist/train/events.py'),
                                        'fastdist.train.events.answers': ('train.events.html#answers', 'fastdist/train/events.py'),
                                        'fastdist.train.events.call_of': ('train.events.html#call_of', 'fastdist/train/events.py'),
+                                       'fastdist.train.events.cancel_number': ( 'train.events.html#cancel_number',
+                                                                                'fastdist/train/events.py'),
                                        'fastdist.train.events.deciders': ('train.events.html#deciders', 'fastdist/train/events.py'),
                                        'fastdist.train.events.decides': ('train.events.html#decides', 'fastdist/train/events.py'),
                                        'fastdist.train.events.is_agreed': ('train.events.html#is_agreed', 'fastdist/train/events.py'),

@@ -528,7 +528,7 @@ class Sharded(Layout):
         if not self.checked: self._check_used()
         if rest: mean = ifnone(mean, average_grads(rest, self.requests.with_local(numbers)))
         if mean is None and wanted: mean = all_reduce(self.requests.with_local(numbers), kind='step')/self.job.world.size
-        return self.requests.without(mean)
+        return None if mean is None else self.requests.without(mean)
 
     def average(self, params, numbers, weight=1.):
         "Average the gradients of what is not in shards; the others are averaged in each backward pass"

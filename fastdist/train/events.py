@@ -18,7 +18,7 @@ for rank 0. Rank 0 calls these as a single process would. Who is called at which
 
 # %% auto #0
 __all__ = ['cancels', 'accumulate', 'records_plainly', 'record_batch', 'call_of', 'run_events', 'is_users', 'decides',
-           'raised_in', 'is_agreed', 'answers', 'deciders', 'reverted', 'Rank0Calls', 'Events']
+           'raised_in', 'is_agreed', 'answers', 'deciders', 'reverted', 'Rank0Calls', 'Events', 'cancel_number']
 
 # %% ../../nbs/701_train.events.ipynb #ae8c6caa
 import traceback,zlib
@@ -388,6 +388,12 @@ def __setattr__(self:Callback, name, value):
     if isinstance(events, Events): events.forget()
 
 # %% ../../nbs/701_train.events.ipynb #d0e8f635
+def cancel_number(
+    e:Exception # Perhaps of a class of the script
+)->int: # Of its class in `cancels`, a higher one ends more; 0 where it is none of them
+    "Return the number by which ranks send that one of them cancels"
+    return max([i for i,o in enumerate(cancels, 1) if isinstance(e, o)], default=0)
+
 @patch
 def vote(self:Events,
     mine:Exception, # One of `cancels`, if this rank raised one
@@ -396,7 +402,7 @@ def vote(self:Events,
     "Raise on all ranks the strongest that one of them cancels by; do nothing where nobody does; one vote"
     what = type(mine) if mine else None
     if not self.job.failed:
-        strongest = self.job.agree(name, max([i for i,o in enumerate(cancels, 1) if isinstance(mine, o)], default=0))
+        strongest = self.job.agree(name, cancel_number(mine))
         what = cancels[strongest-1] if strongest else None
     if what is None: return
     if not isinstance(mine, what): mine = what()

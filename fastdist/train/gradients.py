@@ -297,7 +297,7 @@ class BackwardPasses:
         loss = learn.loss_grad
         if getattr(loss, 'grad_fn', None) is None: return
         if event=='after_pred': learn.loss = loss.detach()
-        self.cancel,self.lossless,self.layout.requests.cancel = e,event=='after_pred',cancels.index(type(e))+1
+        self.cancel,self.lossless,self.layout.requests.cancel = e,event=='after_pred',cancel_number(e)
         try: torch.autograd.backward(loss, torch.zeros_like(loss))
         except RuntimeError as error:
             if _freed not in str(error): raise # else the callback has used up the graph, as one does that makes a step of its own

@@ -69,6 +69,8 @@ def test_what_ranks_must_have_alike(what):
 
 # Cancels that no code shows
 
+class Enough(CancelFitException): "Cancels by a class of the script"
+
 class Holds(Callback):
     "Raises what it was given"
     def __init__(self, what, event, ranks, at=2): self.what,self.event,self.ranks,self.at = what,event,ranks,at
@@ -94,7 +96,7 @@ def test_a_cancel_that_all_ranks_raise_is_as_in_one_process(size, what, event):
         for a,b in zip(res[3], alone[3]): test_close(torch.tensor(a), torch.tensor(b), 1e-5)
 
 @pytest.mark.parametrize('size', [2,3])
-@pytest.mark.parametrize('what,event', [(CancelBatchException,'after_loss'), (CancelEpochException,'after_pred'), (CancelFitException,'before_backward'), (CancelTrainException,'after_loss')])
+@pytest.mark.parametrize('what,event', [(CancelBatchException,'after_loss'), (CancelEpochException,'after_pred'), (Enough,'before_backward'), (CancelTrainException,'after_loss')])
 def test_a_cancel_of_one_rank_before_the_exchange_is_that_of_all(size, what, event):
     "It travels with the gradients of the batch, whose step nobody makes"
     alone = held(0, what, event, [0], 8*size)

@@ -1,6 +1,7 @@
 "What a plan for shards asks for happens, and N ranks compute what one process computes; afterwards nothing of it is left"
 import pytest
 from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import GradientAccumulationPlugin
 from fastai.basics import *
 from fastai.callback.all import *
 from fastcore.test import test_eq
@@ -120,6 +121,13 @@ def test_a_policy_of_bf16(reduce, bn):
     assert w.equal(v)
     torch.testing.assert_close(w, weights(one), rtol=3e-3, atol=3e-3)
     for (l,x,dtype),(_,y,_) in zip(a, b): assert abs(l-(x+y)/2)<1e-6 and dtype==torch.float32
+
+def test_bf16_where_each_batch_of_a_window_is_exchanged():
+    "Steps are those of a window that is exchanged at its end"
+    ctx = plugin(mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16))
+    def run(rank, each): return fitted(ctx|dict(gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_each_batch=each)), 4, 48)
+    many = on_ranks(lambda rank: [run(rank, each) for each in (True,False)], join=False)
+    for each,last in many: compare([each], last, [3e-3]*4)
 
 class ToHalf(Callback):
     def before_batch(self): self.learn.xb = tuple(o.bfloat16() for o in self.xb)
