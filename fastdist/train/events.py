@@ -42,19 +42,22 @@ _events,_inner_loop,_cast_tensor = map(private, ('fastai.callback.core:_events',
 # %% ../../nbs/701_train.events.ipynb #aa8aafd6
 _sums = {AvgMetric:'total', AvgLoss:'total', AvgSmoothLoss:'val'}
 
+def _on_plain(met, learn):
+    "Return whether the function of `met` is fastai's, and gets plain tensors"
+    return getattr(met.func, '__module__', '')=='fastai.metrics' and {*map(type, (learn.pred,*learn.yb))}=={Tensor}
+
 def accumulate(
     met:Metric, # fastai's or a user's
     learn:Learner # After a batch
 ):
     "Call `met.accumulate(learn)`, for fastai's own averages with operations on plain tensors"
-    k = _sums.get(type(met))
-    plainly = k and vars(met).get('count') and 'accumulate' not in vars(met)
-    if plainly and type(met) is AvgMetric:
-        plainly = getattr(met.func, '__module__', '')=='fastai.metrics' and {*map(type, (learn.pred,*learn.yb))}=={Tensor}
-    if not plainly: return met.accumulate(learn)
+    kind,attrs = type(met),vars(met)
+    k = _sums.get(kind)
+    if k is None or not attrs.get('count') or 'accumulate' in attrs: return met.accumulate(learn)
+    if kind is AvgMetric and not _on_plain(met, learn): return met.accumulate(learn)
     cls = type(getattr(met, k))
     with plain():
-        if type(met) is not AvgSmoothLoss: met.accumulate(learn)
+        if kind is not AvgSmoothLoss: met.accumulate(learn)
         else: met.count,met.val = met.count+1,torch.lerp(learn.loss.detach().mean().cpu(), met.val, met.beta) # as fastai's, in each step
     value = getattr(met, k)
     if type(value) is Tensor and issubclass(cls, Tensor): setattr(met, k, torch.as_subclass(value, cls))
@@ -72,15 +75,13 @@ def record_batch(
     "Update all metrics; in training record learning rate and smooth loss"
     learn = rec.learn
     if not len(learn.yb): return
-    mets = [*learn.metrics]
-    if learn.training:
-        mets = [rec.smooth_loss,*(mets if rec.train_metrics else [])]
-        cancelled = vars(rec).get('cancel_train')
-    else:
-        mets = [rec.loss,*mets] if rec.valid_metrics else []
-        cancelled = vars(rec).get('cancel_valid')
-    for m in [] if cancelled else mets: accumulate(m, learn)
-    if not learn.training: return
+    if not learn.training:
+        for m in rec._valid_mets: accumulate(m, learn)
+        return
+    if not vars(rec).get('cancel_train'): # fastai's `_train_mets` would make lists in each step
+        accumulate(rec.smooth_loss, learn)
+        if rec.train_metrics:
+            for m in learn.metrics: accumulate(m, learn)
     rec.lrs.append(learn.opt.hypers[-1]['lr'])
     learn.smooth_loss = rec.smooth_loss.value
     rec.losses.append(learn.smooth_loss)
@@ -123,11 +124,13 @@ def call_of(
     if isinstance(cb, JobCallback) and event_name in _job_events: return getattr(cb, event_name)
     has_training = 'training' in vars(cb) or hasattr(type(cb), 'training')
     if type(cb).__call__ is not Callback.__call__ or has_training or event_name=='after_fit': return partial(cb, event_name)
-    lean,flag = _lean_method(cb, event_name),'run'
+    flag,method = 'run',_lean_method(cb, event_name)
     if event_name in _inner_loop: flag = 'run_train' if training else 'run_valid'
     def call():
         if not cb.run or not getattr(cb, flag): return
-        try: lean() if lean else getattr(cb, event_name, noop)()
+        try:
+            f = method or getattr(cb, event_name, noop)
+            f()
         except cancels: raise
         except Exception as e: raise _named(e, cb, event_name)
     return call
@@ -233,8 +236,9 @@ class Rank0Calls:
         "Save what an evaluation changes, before it begins"
         if self.saved: return
         learn,self.saved = self.learn,ExitStack()
+        mets = [*learn.metrics]
         rec = getattr(learn, 'recorder', None)
-        mets = [*learn.metrics, *[o for o in vars(rec).values() if isinstance(o, Metric)]] if rec else [*learn.metrics]
+        if rec: mets += filter(risinstance(Metric), vars(rec).values())
         self.saved.enter_context(preserved_random(*user_loaders(learn.dls)))
         self.saved.enter_context(reverted([cb for cb in learn.cbs if not is_rank0_only(cb)]+mets))
         for m in mets: vars(m).pop('accumulate', None)
@@ -340,24 +344,27 @@ class Events:
         "Return pairs of a callback that does something at `event_name` and the function that calls it, in order"
         if self.rank is None and not hasattr(event, event_name): raise Exception(f'missing {event_name}') # as fastai does
         training = self.learn.training
-        own_losses = self.windowed or not training # `learn.loss` is that of this rank
+        own_losses = event_name=='after_batch' and (self.windowed or not training) # `learn.loss` is that of this rank
         for cb in sorted(self.learn.cbs.items, key=attrgetter('order')):
-            own = self.rank is not None and is_rank0_only(cb)
-            local = event_name=='after_batch' and own_losses and isinstance(cb, TerminateOnNaNCallback)
+            if not answers(cb, event_name): continue
+            rank0_only = self.rank is not None and is_rank0_only(cb)
+            local = own_losses and isinstance(cb, TerminateOnNaNCallback)
             votes = self.voting and (local or decides(cb))
-            elsewhere = own and self.rank and not votes
-            if elsewhere or not answers(cb, event_name): continue
-            call = partial(self.rank0.run, cb, event_name) if own else self._call_of(cb, event_name, training)
-            yield cb,partial(self._call_and_vote, cb, own, event_name, call) if votes else call
+            if not rank0_only: call = self._call_of(cb, event_name, training)
+            elif not self.rank: call = partial(self.rank0.run, cb, event_name)
+            elif votes: call = noop
+            else: continue
+            yield cb,partial(self._call_and_vote, cb, event_name, call) if votes else call
 
     def _call_of(self, cb, event_name, training):
-        known = not is_users(cb)
-        if self.around and event_name=='after_loss': return self.around(cb, event_name) or call_of(cb, event_name, training)
-        if self.around and training and event_name in _forms and not known and (cb,event_name) not in self.tried:
-            return partial(self._try, cb, event_name)
+        users,around = is_users(cb),None
+        if self.around and event_name=='after_loss': around = self.around(cb, event_name)
+        elif self.around and users and training:
+            if event_name in _forms and (cb,event_name) not in self.tried: around = partial(self._try, cb, event_name)
+        if around: return around
         call = call_of(cb, event_name, training)
         if self.batch is None or training or event_name!='after_batch': return call
-        return call if known and 'after_batch' not in vars(cb) else partial(self._with_samples, call)
+        return partial(self._with_samples, call) if users or 'after_batch' in vars(cb) else call
 
     def _with_samples(self, call):
         "Make `call` unless the batch is padding: all that was in it, another rank counts"
@@ -368,10 +375,9 @@ class Events:
         self.tried.append((cb,event_name))
         self.plans = {} # the next call is a plain one
 
-    def _call_and_vote(self, cb, own, event_name, call):
+    def _call_and_vote(self, cb, event_name, call):
         mine = None
-        try:
-            if not own or not self.rank: call()
+        try: call()
         except cancels as e: mine = e
         if mine: self._record(cb, event_name)
         self.vote(mine, f'a vote after {type(cb).__name__}.{event_name}')
@@ -400,12 +406,10 @@ def vote(self:Events,
     name:str # For messages: the callback and the event before the vote, the same on all ranks
 ):
     "Raise on all ranks the strongest that one of them cancels by; do nothing where nobody does; one vote"
-    what = type(mine) if mine else None
-    if not self.job.failed:
-        strongest = self.job.agree(name, cancel_number(mine))
-        what = cancels[strongest-1] if strongest else None
-    if what is None: return
-    if not isinstance(mine, what): mine = what()
+    strongest = cancel_number(mine)
+    if not self.job.failed: strongest = self.job.agree(name, strongest)
+    if not strongest: return
+    if not isinstance(mine, cancels[strongest-1]): mine = cancels[strongest-1]()
     mine.agreed = True
     raise mine
 
@@ -427,8 +431,10 @@ def confirm(self:Events,
 @patch
 def position(self:Events)->list: # Phase, batch, number of the event
     "Return the place in the training loop, which grows from event to event"
-    batch = self.learn.iter if self.at in _inner_loop else -1 if self.at.startswith('before') else 10**9
-    return [self.phase, batch, _events.index(self.at) if self.at in _events else -1]
+    at,batch = self.at,10**9 # behind all batches
+    if at in _inner_loop: batch = self.learn.iter
+    elif at.startswith('before'): batch = -1
+    return [self.phase, batch, _events.index(at) if at in _events else -1]
 
 @patch
 def skips(self:Events)->dict: # Callback and event -> name and text
@@ -443,5 +449,6 @@ def skips(self:Events)->dict: # Callback and event -> name and text
 def _shown(batches):
     "Return number, first few and a digest of `batches`, pairs of an epoch and a number"
     if not batches: return 'none'
-    some = ', '.join(f'{e}.{i}' for e,i in batches[:6])
-    return f'{len(batches)}: {some}{", …" if len(batches)>6 else ""} {zlib.crc32(repr(batches).encode()):x}'
+    some = [f'{e}.{i}' for e,i in batches[:6]]
+    if len(batches)>6: some.append('…')
+    return f'{len(batches)}: {", ".join(some)} {zlib.crc32(repr(batches).encode()):x}'

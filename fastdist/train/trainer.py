@@ -64,11 +64,12 @@ from .gradients import *
 # %% ../../nbs/706_train.trainer.ipynb #2a2f9825
 def _warn_one_process(env):
     "Warn where Accelerate's CPU launcher started one process, however many it was to start"
-    if 'ACCELERATE_USE_CPU' in env and 'MASTER_PORT' in env and 'RANK' not in env: warn('You set --num_processes to more than one, but `accelerate launch` '
-        'started one process. HINT: add --multi_gpu, which without a GPU starts CPU ranks, or use torchrun')
+    if not {'ACCELERATE_USE_CPU','MASTER_PORT'}<=env.keys() or 'RANK' in env: return
+    warn('You set --num_processes to more than one, but `accelerate launch` started one process. HINT: add --multi_gpu, which without a GPU starts CPU ranks, or use torchrun')
 
 def _asks_for_nothing(options, env):
-    return not options and asked_precision(env)=='no' and asked_steps(env)==1 and env.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower()=='no'
+    asked = asked_precision(env),asked_steps(env),env.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower()
+    return not options and asked==('no',1,'no')
 
 # %% ../../nbs/706_train.trainer.ipynb #7ddf1d24
 @contextmanager
@@ -113,17 +114,17 @@ def _enter(job, layout, plan, sync_bn):
 
 # %% ../../nbs/706_train.trainer.ipynb #305fec3f
 def _startup(w, share):
-    nodes = f'{w.num_nodes} node{"s" if w.num_nodes>1 else ""}'
-    where = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {backend_of(w.device)}, from {w.source}'
-    partition = share.partition
-    batches = f'batches of {partition.bs} a rank, {partition.g} in all' if partition.bs else f'{w.size} batches a step'
-    steps = f', {len(share)} steps an epoch' if share.n is not None else ''
-    return '\n'.join(filter(None, (f'{where}; {batches}{steps}', _unused(w.device), untried())))
+    nodes,partition = '1 node' if w.num_nodes==1 else f'{w.num_nodes} nodes',share.partition
+    res = f'fastdist: {w.size} ranks on {nodes}, {w.device.type} over {backend_of(w.device)}, from {w.source}; '
+    res += f'batches of {partition.bs} a rank, {partition.g} in all' if partition.bs else f'{w.size} batches a step'
+    if share.n is not None: res += f', {len(share)} steps an epoch'
+    return '\n'.join(filter(None, (res, _unused(w.device), untried())))
 
 def _unused(device):
     "Name an accelerator that ranks do not train on, such as Apple's MPS or Intel's XPU"
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if there and there.type not in ('cuda',device.type): return f'fastdist: {there.type} is not used, since ranks train on CUDA devices or CPUs. HINT: one process trains on {there.type}'
+    if not torch.accelerator.is_available(): return
+    there = torch.accelerator.current_accelerator().type
+    if there not in ('cuda',device.type): return f'fastdist: {there} is not used, since ranks train on CUDA devices or CPUs. HINT: one process trains on {there}'
 
 # %% ../../nbs/706_train.trainer.ipynb #2cebf081
 _in_float32 = ('On {} this computes in float32, as plain fastai does: its to_fp16() and to_bf16() are for CUDA. '
@@ -152,10 +153,6 @@ def _find_in_memory(cb):
     cb.before_fit,cb.after_fit = begin,back
 
 # %% ../../nbs/706_train.trainer.ipynb #a0d1f021
-def _is_own(e):
-    "Return whether `e` was raised by code of this rank, as one process would, and not where it waits for others"
-    return raised_in(e) not in ('torch','fastdist')
-
 def _has_grad(p):
     g = local(p.grad)
     return g is not None and bool(g.any())
@@ -186,8 +183,8 @@ class Buffers(JobCallback):
         "Share what training has changed so far, and name batch norms without running statistics"
         self.before_state() # in the midst of training
         if self.phases.current.dl is None: return
-        names = [n for n,m in user_model(self.learn).named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
-        if names: self.phases.warn_once('statistics', _untracked.format(names[0]))
+        for n,m in user_model(self.learn).named_modules():
+            if isinstance(m, _BatchNorm) and m.running_mean is None: self.phases.warn_once('statistics', _untracked.format(n))
 
     def after_train(self):
         "Share what training has changed"
@@ -209,13 +206,14 @@ class Buffers(JobCallback):
     def broadcast(self):
         "Copy rank 0's buffers to all ranks, where they differ"
         if self.phases.size==1: return
-        own,norms,bufs = user_model(self.learn),self.layout.norms,{}
+        own,norms,bufs,quiet = user_model(self.learn),self.layout.norms,{},set()
         for m in self.layout.wrapped_models: # of this fit
             if m is not own: bufs |= {f'{type(m).__name__}.{n}':b for n,b in m.named_buffers()}
         bufs |= learner_buffers(self.learn)
-        quiet = set() if norms.on else {id(b) for m in own.modules() if isinstance(m, _BatchNorm) for b in m.buffers()}
+        if not norms.on:
+            for m in filter(risinstance(_BatchNorm), own.modules()): quiet.update(map(id, m.buffers()))
         differ = share_buffers({n:b for n,b in bufs.items() if id(b) not in norms.shared})
-        new = [n for n in differ if id(bufs[n]) not in quiet and n not in self.named]
+        new = [n for n in differ if n not in self.named and id(bufs[n]) not in quiet]
         self.named |= {*new}
         if new: self.phases.warn_once(('buffers',*new), _differs.format(some_of(new, 5)))
 
@@ -298,24 +296,24 @@ def give_up(self:Training,
 ):
     "Forget the step that the error `e` has ended: ranks were at different places in it"
     if self.phases.size==1: return
-    params = [p for ps in self.learn.opt.param_lists for p in ps] if self.learn.opt else []
-    self.dropped = _is_own(e) and any(map(_has_grad, params))
+    opt,own = self.learn.opt,raised_in(e) not in ('torch','fastdist') # by code of this rank, as in one process, and not where it waits for others
+    self.dropped = bool(opt and own and any(map(_has_grad, L(opt.param_lists).concat())))
     self.layout.give_up()
     self.evaluate.reduction.forget()
 
 @contextmanager
 def _restored(parts, event_type):
     "Restore the Learner after an error in this context, and end what no fit ends"
-    learn,model = parts.learn,parts.learn.model
+    learn,model,evaluates = parts.learn,parts.learn.model,event_type!='fit'
     try: yield
     except BaseException as e:
         learn.model = model
-        if event_type!='fit': parts.give_up(e)
+        if evaluates: parts.give_up(e)
         if learn.opt: learn.opt.zero_grad() # some ranks have those of an unfinished step, and some have not
         raise
     finally:
         parts.events.voting = False
-        if event_type!='fit': parts.end_fit()
+        if evaluates: parts.end_fit()
 
 # %% ../../nbs/706_train.trainer.ipynb #dc1d3cab
 def _own_helpers(job): return [o for o in job.helpers if isinstance(o, JobCallback)]
@@ -352,7 +350,7 @@ def _in_phase(parts, run, f, event_type, *args):
             table = attributes.table(batch.samples-before, parts.learn.iter+1)
             attributes.report(parts.layout.compare(parts.learn, when, table), when)
         elif compares:
-            sizes = parts.phases.current.sizes if parts.phases.current else []
+            sizes = getattr(parts.phases.current, 'sizes', [])
             table = attributes.table(sum(sizes), len(sizes), training=False)
             attributes.report(differing_tables(table), 'at the end of an evaluation')
     if cancelled: raise cancelled
@@ -427,7 +425,9 @@ class DistributedTrainer(WrapperCallback):
     def _override(self):
         _warn_one_process(os.environ)
         w,dtype = self.accelerator.world,self.accelerator.dtype
-        with changed_env(**({'ACCELERATE_MIXED_PRECISION':self.precision} if self.precision else {})):
+        env = {}
+        if self.precision: env['ACCELERATE_MIXED_PRECISION'] = self.precision
+        with changed_env(**env):
             check_env(os.environ)
             plain = self.seed is None and dtype is None and _asks_for_nothing(self.options, os.environ)
             if w.size>1 or not plain: self._join(w, dtype)
@@ -473,7 +473,8 @@ class DistributedTrainer(WrapperCallback):
 
     def _batch_through(self):
         layout = self.parts.layout
-        return layout.forward if self._learner.training and layout.through is not None and not layout.unwrapped else None
+        wrapped = layout.through is not None and not layout.unwrapped
+        if wrapped and self._learner.training: return layout.forward
 
     @property
     def _on_call_one(self): return self.parts.events.__call__
@@ -491,7 +492,8 @@ class DistributedTrainer(WrapperCallback):
             if parts.gradients.accumulates: raise CancelBatchException
             f = parts.layout.counted(f)
         if self.lean and event_type in ('batch','backward','step'):
-            if event_type=='batch' and (learn.training or parts.layout.gathers or learn.iter==2): f = partial(self._on_batch, f)
+            of_ours = learn.training or parts.layout.gathers or learn.iter==2 # `_on_batch` does nothing to others
+            if event_type=='batch' and of_ours: f = partial(self._on_batch, f)
             return run_events(learn._call_one, partial(_confirmed, events, f), event_type, ex, final)
         run = partial(super()._on_with_events, run)
         passes,inner = event_type in ('train','validate'),self._fitting or bool(parts.phases.open)
