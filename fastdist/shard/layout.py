@@ -47,9 +47,10 @@ from .forward_sync import *
 def _replicated_params(model, plan):
     "Return the parameters that each rank holds whole"
     res = unsharded_params(model, plan)
-    if not (plan.mixed and plan.mixed.param_dtype): return res
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None]
-    return [*dict.fromkeys(res+[p for m in norms for p in m.parameters()])]
+    if plan.mixed is None or plan.mixed.param_dtype is None: return res
+    for m in model.modules():
+        if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None: res += m.parameters()
+    return [*dict.fromkeys(res)]
 
 def fsdp_options(
     plan # A `ShardPlan`
@@ -63,14 +64,18 @@ def fsdp_options(
 # %% ../../nbs/606_shard.layout.ipynb #49b51f26
 def _carrier(model, units, whole, w):
     "Return what makes the carrier of `model`, with the type of the parameters of its outermost unit"
-    if not any(p.requires_grad and p.ndim for p in model.parameters()): return lambda size: None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not any(p.ndim for p in trained): return lambda size: None
     own = sorted(unit_params(model, units, whole)[-1].values(), key=lambda p: not p.requires_grad)
-    return partial(RowCarrier, ranks=w.size, device=w.device, dtype=own[0].dtype if own else torch.float32)
+    dtype = own[0].dtype if own else torch.float32
+    return partial(RowCarrier, ranks=w.size, device=w.device, dtype=dtype)
 
 def _over(model, units, plugin, again):
     "Change forward passes of `model`, which is in shards; return what undoes it"
-    undo = [compile_units(model, units, plugin), recompute(units) if again else noop]
-    return lambda: [f() for f in undo[::-1]]
+    undo = ExitStack()
+    undo.callback(compile_units(model, units, plugin))
+    if again: undo.callback(recompute(units))
+    return undo.close
 
 # %% ../../nbs/606_shard.layout.ipynb #6627ba9a
 def spread(
@@ -170,7 +175,8 @@ class Sharder:
         "Put the model of `learn` in shards, unless it is, and give its optimizer the shards"
         model,back = learn.model,{}
         if model not in self.models:
-            for old in [o for o in self.models if not {*o.modules()}.isdisjoint(model.modules())]: back |= self._put_back(old)
+            for old in [*self.models]:
+                if not {*old.modules()}.isdisjoint(model.modules()): back |= self._put_back(old)
             self._shard(model)
         self.opts.give(learn.opt, back)
 
@@ -214,9 +220,10 @@ def warn_mixed(
     steps:list # Of each rank: steps of the optimizer that it has begun, and that it has done
 ):
     "Warn where ranks are not all at the same step, so that what they hold is of different steps"
-    done,amid = [b for _,b in steps],[r for r,(a,b) in enumerate(steps) if a!=b]
-    if not amid and len({*done})==1: return
-    within = f', and rank {amid[0]} was within one' if amid else ''
+    begun,done = map(list, zip(*steps))
+    amid = first(r for r in range(len(done)) if begun[r]!=done[r])
+    if amid is None and len({*done})==1: return
+    within = '' if amid is None else f', and rank {amid} was within one'
     warn(f'An error stopped ranks at different steps of the optimizer: they have done {done} of this fit{within}, so the parts of the model that they hold '
         'are of different steps. HINT: a Checkpoint, from which the next start resumes')
 
@@ -256,13 +263,13 @@ class Unsharder:
         keys,*reports = zip(*gather_objs(([*state, *kept],tuple(self.steps),has_overtaken())))
         self._report(*reports)
         common = set.intersection(*map(set, keys))
-        values = {p:q for s in self.models.values() for p,q in s.params.items()} | {k:v for k,v in kept.items() if k in common}
+        values = self.models.params() | {k:v for k,v in kept.items() if k in common}
         values = {k:to(put_together(v, v, dst)) for k,v in values.items()}
         return values,{id(v):to(put_together(v, p, dst)) for k,(v,p) in state.items() if k in common}
 
     def _mine(self, learn):
         "Return what `gathered` does, of what this rank has"
-        params = {p:_with_nan(q, q) for s in self.models.values() for p,q in s.params.items()}
+        params = {p:_with_nan(q, q) for p,q in self.models.params().items()}
         return params,{id(v):_with_nan(v, p) for v,p in self.opts.stored(learn.opt).values()}
 
     def leave(self, learn):
@@ -509,8 +516,9 @@ class Sharded(Layout):
 
     def backward(self, run, t, g, numbers):
         "Run the pass; `numbers` travel as the gradient of the carrier's rows"
-        carry = self.shards.carry if self.waits else None
-        self.waits = carry is not None and all(o is None or o.itemsize>=4 for o in (carry.orig_dtype,carry.param_dtype,carry.reduce_dtype))
+        carry = self.shards.carry
+        if carry is None: self.waits = False
+        elif any(o and o.itemsize<4 for o in (carry.orig_dtype,carry.param_dtype,carry.reduce_dtype)): self.waits = False
         self.shards.gather_again()
         if not self.waits: return run(t, g)
         rows,rank = carry._unsharded_param,self.job.world.rank

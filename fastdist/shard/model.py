@@ -107,17 +107,14 @@ class Additions:
         self.classes = [(m,type(m)) for m in self.modules]
 
     def __exit__(self, *_):
-        for d,was in self.before:
-            new = {k:v for k,v in d.items() if was.get(k, self) is not v}
-            if new: self.given.append((d, new, was))
+        self.given = [(d,k,v,was.get(k, self)) for d,was in self.before for k,v in d.items() if was.get(k, self) is not v]
 
     def remove(self):
         "Take it off again, and leave what users have added since"
-        for d,new,was in self.given:
-            for k,v in new.items():
-                if d.get(k, self) is not v: continue
-                if k in was: d[k] = was[k]
-                else: del d[k]
+        for d,k,v,was in self.given:
+            if d.get(k, self) is not v: continue
+            if was is self: del d[k]
+            else: d[k] = was
         for m,c in self.classes:
             if type(m) is c: continue
             m.__class__ = c
@@ -127,16 +124,16 @@ class Additions:
         m:nn.Module # One of the modules
     )->set:
         "Return the names of attributes that `m` was given"
-        return {k for d,new,_ in self.given if d is vars(m) for k in new}
+        return {k for d,k,*_ in self.given if d is vars(m)}
 
 # %% ../../nbs/602_shard.model.ipynb #ea9cadcc
-class _Gather(DefaultAllGather):
+class _Within:
+    "Mixin for a collective of FSDP, which takes place in the process group `own`"
     def __init__(self, own): self.own = own
-    def __call__(self, output_tensor, input_tensor, group, async_op=False): return super().__call__(output_tensor, input_tensor, self.own, async_op)
+    def __call__(self, *args, group, **kwargs): return super().__call__(*args, group=self.own, **kwargs)
 
-class _Scatter(DefaultReduceScatter):
-    def __init__(self, own): self.own = own
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False): return super().__call__(output_tensor, input_tensor, self.own, op, async_op)
+class _Gather(_Within, DefaultAllGather): pass
+class _Scatter(_Within, DefaultReduceScatter): pass
 
 # %% ../../nbs/602_shard.model.ipynb #34bc0c67
 class PlainOutputs:
@@ -488,11 +485,8 @@ class Shards:
     @property
     def unsynced(self):
         "Parameter in shards -> gradient, whole, of passes that have not been exchanged yet"
-        res = {}
-        for o in self.records.values():
-            g = getattr(getattr(o, '_unsharded_param', None), 'grad', None)
-            if g is not None: res[o.sharded_param] = g
-        return res
+        full = {o.sharded_param:o._unsharded_param for o in self.records.values() if hasattr(o, '_unsharded_param')}
+        return {p:q.grad for p,q in full.items() if q.grad is not None}
 
     def set_unsynced(self,
         grads:dict # As `unsynced`
@@ -549,10 +543,14 @@ class ShardedModels(dict):
 
     def unsynced(self):
         "Return gradients that wait for their exchange, by their parameters in shards"
-        res = {}
-        for s in self.values(): res |= s.unsynced
-        return res
+        return self._all('unsynced')
 
     def computed(self):
         "Return all that modules have computed from parameters and kept, as in `Shards.computed`"
-        return {k:v for s in self.values() for k,v in s.computed.items()}
+        return self._all('computed')
+
+    def params(self):
+        "Return the Parameter in shards of each of the user's"
+        return self._all('params')
+
+    def _all(self, name): return {k:v for s in self.values() for k,v in getattr(s, name).items()}

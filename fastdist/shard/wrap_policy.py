@@ -96,9 +96,10 @@ class _Tree:
             if not in_row or _is_row(c):
                 self.choose(c, inside)
                 continue
-            large,has_matrix = self.rest(c)>self.total/8,any(p.ndim>1 for p in c.parameters())
-            if large or not twin and not self.may(c): self.choose(c, inside or twin)
-            if has_matrix and self.rest(c)>=self.least: self.take(c)
+            matrices = [p for p in c.parameters() if p.ndim>1]
+            together = twin or self.may(c) # whether all of `c` may be one unit
+            if not together or self.rest(c)>self.total/8: self.choose(c, inside or twin)
+            if matrices and self.rest(c)>=self.least: self.take(c)
 
     def policy(self):
         "Return what the user asked for as a policy, `None` if nothing"
@@ -116,7 +117,9 @@ class _Tree:
 
     def follow(self, policy):
         "Choose the units that `policy` selects, where they may be units"
-        def select(module, recurse, **kw): return policy(module=module, recurse=recurse, **kw) and (recurse or self.may(module))
+        def select(module, recurse, **kw):
+            wanted = policy(module=module, recurse=recurse, **kw)
+            return wanted and (recurse or self.may(module))
         _recursive_wrap(self.model, select, self.take, {*self.ignored}, self.whole, only_wrap_children=True)
         names = self.plan.classes
         if names and not self.units and type(self.model).__name__ not in names: raise ValueError(f'You set transformer_cls_names_to_wrap={[*names]}, '
