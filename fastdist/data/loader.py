@@ -64,12 +64,13 @@ class DistributedDL(TfmdDL):
 
     def _source_now(self):
         "Return the source of this rank's batches, as `dl` is now"
-        bs,drop_last = batching(self.dl)
-        seeded = self.seeding is not None
-        ranks = Division(self.rank, self.world_size, self.slicing, self.slicing and self.world_size==1 and not seeded, seeded, self._splits)
-        ways = custom_methods(self.dl)
-        if ways: return GlobalBatches(self.dl, StreamPartition(replace(ranks, slicing=True), n_samples(self.dl), bs, drop_last), ways)
-        return (torch_source if isinstance(self.dl, TorchLoader) else fastai_source)(self.dl, ranks, bs, drop_last)
+        dl,seeded = self.dl,self.seeding is not None
+        (bs,drop_last),ways = batching(dl),custom_methods(dl)
+        single = self.slicing and self.world_size==1 and not seeded
+        ranks = Division(self.rank, self.world_size, self.slicing, single, seeded, self._splits)
+        if ways: return GlobalBatches(dl, StreamPartition(replace(ranks, slicing=True), n_samples(dl), bs, drop_last), ways)
+        if isinstance(dl, TorchLoader): return torch_source(dl, ranks, bs, drop_last)
+        return fastai_source(dl, ranks, bs, drop_last)
 
     def follow(self):
         "Take over the present settings of `dl`; keep persistent data workers unless their settings have changed"
@@ -111,7 +112,8 @@ class DistributedDL(TfmdDL):
     def __iter__(self):
         self.follow()
         p,self._next = self._next,Pass()
-        p.joint,p.broadcast = self._joins(),None if not_overridden(self, '_broadcast', DistributedDL) else self._broadcast
+        p.joint = self._joins()
+        if not not_overridden(self, '_broadcast', DistributedDL): p.broadcast = self._broadcast
         return self._over(p)
 
     def _over(self, p):
@@ -219,14 +221,17 @@ class DistributedDL(TfmdDL):
 # %% ../../nbs/205_data.loader.ipynb #14a86000
 def _of_dl(k, *default):
     "Return a property that is attribute `k` of the user's loader"
-    return property(lambda self: getattr(self.dl, k, *default), lambda self, v: setattr(self.dl, k, v), lambda self: delattr(self.dl, k))
+    def get(self): return getattr(self.dl, k, *default)
+    def put(self, v): setattr(self.dl, k, v)
+    def delete(self): delattr(self.dl, k)
+    return property(get, put, delete)
 
 _shown = {k for k in dir(TfmdDL) if not k.startswith('__')} # `copy` keeps notes of its own on a class, under such names
 for _k in _shown-{*dir(GetAttr), *vars(DistributedDL), 'device', 'to'}: setattr(DistributedDL, _k, _of_dl(_k))
 for _k in ('after_item','before_batch','after_batch'): setattr(DistributedDL, _k, _of_dl(_k, noop))
-DistributedDL.bs = property(lambda self: batching(self.dl)[0], lambda self, v: setattr(self.dl, 'bs', v))
-DistributedDL.n = property(lambda self: self.partition.n, lambda self, v: setattr(self.dl, 'n', v))
-DistributedDL.drop_last = property(lambda self: batching(self.dl)[1], lambda self, v: setattr(self.dl, 'drop_last', v))
+DistributedDL.bs = _of_dl('bs').getter(lambda self: batching(self.dl)[0])
+DistributedDL.n = _of_dl('n').getter(lambda self: self.partition.n)
+DistributedDL.drop_last = _of_dl('drop_last').getter(lambda self: batching(self.dl)[1])
 
 # %% ../../nbs/205_data.loader.ipynb #5114051b
 def _of_all(x):
@@ -235,7 +240,8 @@ def _of_all(x):
 
 def _without_padding(rows, padding, x):
     "Return tensor `x` without its last `padding` of `rows` rows"
-    if not padding or not isinstance(x, torch.Tensor) or not x.ndim or len(x)%rows: return x
+    if not padding or not isinstance(x, torch.Tensor): return x
+    if not x.ndim or len(x)%rows: return x
     return x[:len(x)-len(x)//rows*padding]
 
 # %% ../../nbs/205_data.loader.ipynb #9569cd09

@@ -140,9 +140,10 @@ def global_order(
     dl # fastai `DataLoader` with a known number of samples
 ): # A range, an array where samples are numbers, else a list
     "Return the order that `dl.get_idxs` returns, without a list where the method is fastai's own"
-    if not (not_overridden(dl, 'get_idxs', DataLoader) and dl.indexed): return as_order(dl.get_idxs())
+    own = not_overridden(dl, 'shuffle_fn', DataLoader)
+    if not dl.indexed or not not_overridden(dl, 'get_idxs', DataLoader): return as_order(dl.get_idxs())
     if not dl.shuffle: return range(dl.n)
-    if not_overridden(dl, 'shuffle_fn', DataLoader) and type(dl.rng) is random.Random: return shuffled_range(dl.n, dl.rng)
+    if own and type(dl.rng) is random.Random: return shuffled_range(dl.n, dl.rng)
     return as_order(dl.shuffle_fn(list(range(dl.n))))
 
 # %% ../../nbs/200_data.sharding.ipynb #65bffb68
@@ -195,13 +196,12 @@ def n_samples(
     except TypeError: return None
 
 # %% ../../nbs/200_data.sharding.ipynb #3f29911d
-def _checksum(idxs): return [len(idxs), zlib.crc32(idxs if isinstance(idxs, np.ndarray) else pickle.dumps(idxs))]
-
 def agreed(
     idxs # This rank's global order
 ): # `idxs` itself if it is the same on all ranks
     "Return one order for all ranks: that of rank 0 if they differ"
-    d = torch.tensor(_checksum(idxs))
+    raw = idxs if isinstance(idxs, np.ndarray) else pickle.dumps(idxs)
+    d = torch.tensor([len(idxs), zlib.crc32(raw)])
     hi,lo = all_reduce(torch.stack([d, -d]), 'max')
     return idxs if (hi==-lo).all() else broadcast_obj(idxs)
 
@@ -239,8 +239,10 @@ class Partition:
         self.bs = bs and self.each
         self.weights,self.totals = {},{}
         lo,hi = part(self.g, ranks.rank, ranks.size)
-        self.full = (hi-lo)*ranks.size/self.g if self.counted and ranks.slicing else 1. # weight of this rank's part of a full step
-        if self.counted and ranks.slicing and n and n%self.g: self.set_size(n//self.g, n%self.g)
+        self.full = 1. # weight of this rank's part of a full step
+        if not self.counted or not ranks.slicing: return
+        self.full = (hi-lo)*ranks.size/self.g
+        if n and n%self.g: self.set_size(n//self.g, n%self.g)
 
     @property
     def settings(self): return type(self),self.ranks,self.n,self.of_loader,self.drop_last
@@ -408,19 +410,12 @@ class Pass:
             elif self.done==self.past: self.begin()
         self.begin()
 
-    def draw(self,
-        f:Callable, # Called without arguments
-        dl # Loader that it draws from
-    ):
-        "Return `f()`, with rank 0's random state in a pass that all ranks begin together"
-        with rank0_random(dl) if self.joint else nullcontext(): return f()
-
     def order(self,
         f:Callable, # Called without arguments; returns this rank's global order
         dl # Loader that it draws from
     ): # Range, array or list
-        "Return the order `f()`, the same on all ranks; `rank_orders` has this rank's and the common one where they differ"
-        idxs = self.draw(f, dl)
+        "Return the order `f()`, the same on all ranks, which draw it with rank 0's random state where they begin together; `rank_orders` has this rank's and the common one where they differ"
+        with rank0_random(dl) if self.joint else nullcontext(): idxs = f()
         if self.broadcast and not isinstance(idxs, list): return as_order(self.broadcast(listed(idxs), 0))
         if not self.joint: return idxs
         res = agreed(idxs)

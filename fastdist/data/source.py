@@ -119,8 +119,9 @@ class FastaiSource:
 
     def n_batches(self)->int:
         "Return the number of this rank's batches"
-        own = type(self.maker).__len__ is not DataLoader.__len__ and not hasattr(self.maker, 'partial_n')
-        return self.as_one(len) if own and self.partition.ranks.slicing else self.partition.n_batches()
+        fastais = type(self.maker).__len__ is DataLoader.__len__ or hasattr(self.maker, 'partial_n')
+        if fastais or not self.partition.ranks.slicing: return self.partition.n_batches()
+        return self.as_one(len)
 
     def draw(self, p):
         "Return this rank's part of the order; in one process with the ragged rest, which the loader reads before it leaves it out"
@@ -152,10 +153,11 @@ class FastaiSource:
         samps # Iterator over samples
     ):
         "Yield the batches of a single process, each filled up with the samples after one that is skipped"
-        dl,bs,drop = self.maker,self.partition.bs,self.partition.drop_last
-        if bs is None: yield from (dl.do_batch(o) for i in samps for o in fetch_items(dl, [i]))
-        items,plain = [],False
-        while bs and (idxs := list(islice(samps, bs-len(items)))):
+        dl,bs,items,plain = self.maker,self.partition.bs,[],False
+        if bs is None:
+            for i in samps: yield from map(dl.do_batch, fetch_items(dl, [i]))
+            return
+        while idxs := list(islice(samps, bs-len(items))):
             plain = makes_plainly(dl)
             b = rows(dl.dataset, idxs) if plain and len(idxs)==bs else None
             if b is None: items += fetch_items(dl, idxs, plain)
@@ -163,7 +165,7 @@ class FastaiSource:
             if len(items)==bs:
                 yield collate_items(dl, items, plain)
                 items = []
-        if items and not drop: yield collate_items(dl, items, plain)
+        if items and not self.partition.drop_last: yield collate_items(dl, items, plain)
 
 # %% ../../nbs/203_data.source.ipynb #ad9212dc
 def skipped(
@@ -171,7 +173,8 @@ def skipped(
     what # The samples of the batch
 )->ValueError:
     "Return the error of a rank whose batch lacks `n` of its samples"
-    named = ', '.join(map(str, list(what)[:6])) if set(map(type, what))<={int,str} else f'{len(what)} of this rank'
+    named = f'{len(what)} of this rank'
+    if {*map(type, what)}<={int,str}: named = ', '.join(map(str, list(what)[:6]))
     return ValueError(f'A batch must have all its samples, got {n} skipped (None or SkipItemException) of the samples {named}. One process '
         'fills its batch up with the next ones, and no rank knows which samples others skip. HINT: leave them out of the data set, with '
         'torch.utils.data.Subset, or give an IterableDataset that leaves them out, which each rank reads whole')
@@ -199,11 +202,10 @@ def n_rows(
 )->int: # `None` where they do not agree on one number
     "Return the rows of `b`: `g` if each of its tensors has as many"
     shapes = [t.shape[:2] for t in batch_tensors(b)]
-    if not shapes: return None
-    if all(g in o for o in shapes): return g
-    if len({o[0] for o in shapes})==1: return shapes[0][0]
-    common = set(shapes[0]).intersection(*shapes)
-    return first(common) if len(common)==1 else None
+    if not shapes: return
+    common,rows = set.intersection(*map(set, shapes)),{o[0] for o in shapes}
+    for found in (common&{g},rows,common):
+        if len(found)==1: return first(found)
 
 # %% ../../nbs/203_data.source.ipynb #9f4514e4
 def slice_rows(
@@ -231,10 +233,9 @@ def other_rows(
 # %% ../../nbs/203_data.source.ipynb #5d1c0a77
 def _adds_up(t, twice, parts):
     "Return whether a dimension of `t` is half of that of `twice`, and the sum of those of `parts`"
-    for dim in range(min(t.ndim, 2)):
-        n = t.shape[dim]
-        together = not parts or sum(o.shape[dim] for o in parts)==n
-        if together and twice.shape[dim]==2*n: return True
+    for dim,n in enumerate(t.shape[:2]):
+        sizes = [o.shape[dim] for o in parts] or [n]
+        if twice.shape[dim]==2*n and sum(sizes)==n: return True
     return False
 
 # %% ../../nbs/203_data.source.ipynb #3c07a242
@@ -275,9 +276,10 @@ class Reader:
 
     def begin(self, partition, order):
         "Begin a pass over the samples `order`"
-        self.partition,self.order = partition,None if partition.ranks.single or makes_plainly(self.maker) else order
-        lens = getattr(self.maker, 'res', None) if hasattr(self.maker, 'sort_func') else None
-        self.lens = None if lens is None else [lens[i] for i in order]
+        self.partition,self.order,self.lens,dl = partition,order,None,self.maker
+        if partition.ranks.single or makes_plainly(dl): self.order = None
+        lens = getattr(dl, 'res', None)
+        if lens is not None and hasattr(dl, 'sort_func'): self.lens = [lens[i] for i in order]
 
     def __call__(self,
         k:int, # Number of a batch
@@ -311,8 +313,8 @@ class Reader:
         "Return this rank's rows of batch `k`, made of its `items` if probes do not show otherwise"
         if self.from_global: return self.rows_of_global(k)
         make = self.make if self.seeds is None else self.collate
-        b = make(items)
-        if self.from_global is None and set(map(type, items))=={int} and items==list(idxs): self.from_global = self.differs(k, b)
+        b,numbers = make(items),{*map(type, items)}=={int}
+        if self.from_global is None and numbers and items==list(idxs): self.from_global = self.differs(k, b)
         if not self.from_global and not self.grows and not rows_match(b, len(items)):
             self.grows,self.in_turn = grows_with(make, items, b)
             self.from_global = not self.grows
@@ -373,7 +375,8 @@ def custom_methods(
     else:
         res = [k for k in ('__iter__','sample','create_batches','chunkify') if not is_fastais(dl, k)]
         if dl.indexed and dl.n is None: res.append('get_idxs')
-    return res or ['__iter__']*is_stream(dl)
+    if is_stream(dl) and not res: return ['__iter__']
+    return res
 
 # %% ../../nbs/203_data.source.ipynb #3c07a246
 class GlobalBatches:
