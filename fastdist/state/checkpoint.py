@@ -357,15 +357,15 @@ class CheckpointedFit:
         if what: self.act(what, self.learn.epoch, self.learn.iter+1)
 
     def due_here(self)->str: # 'stop', 'save' or `None`
-        "Return what is due on this rank"
+        "Return what this rank requests of all; the clock of rank 0 counts"
         if self.signals.asked: return 'stop'
-        if time.monotonic()>=self.states.due and not self.states.writer.busy: return 'save'
+        if self.fit.rank==0 and time.monotonic()>=self.states.due and not self.states.writer.busy: return 'save'
 
     def _due(self):
-        "Return what is due after this step, the same on all ranks, which send what is due here with the gradients of the next one"
+        "Return what is due after this step, the same on all ranks, which send what they request with the gradients of the next one"
         what,every = self.due_here(),self.states.every
         if self.requests:
-            self.requests.own = what if what=='stop' or self.fit.rank==0 else None # the clock of rank 0 counts
+            self.requests.own = what
             what = self.requests.decided()
         if every and self.fit.steps%every==0: return what or 'save'
         return what
