@@ -206,7 +206,7 @@ class JobContext:
     @contextmanager
     def together(self,
         where:Callable, # Returns in words where the main thread is
-        pos:Callable=None # Its place in the training loop, a tuple that grows
+        pos:Callable=noop # Its place in the training loop, a tuple that grows
     ):
         "Return a context manager that raises an error of one rank on all ranks; it first renews a process group that broke before"
         control = self.control
