@@ -19,7 +19,7 @@ all tensors make one number of 8 bytes, and that is what ranks exchange while th
 
 # %% auto #0
 __all__ = ['fingerprint', 'learner_buffers', 'optimizer_values', 'learner_state', 'fingerprints', 'differing_tables', 'differing',
-           'how_different', 'compare_replicas', 'share_buffers', 'whole_values', 'LastBatch', 'source_line',
+           'how_different', 'compare_replicas', 'share_buffers', 'comparable_values', 'LastBatch', 'source_line',
            'objects_of', 'attribute_values', 'further_state', 'AttributeComparison']
 
 # %% ../../nbs/401_state.replicas.ipynb #4253420f
@@ -204,17 +204,16 @@ def share_buffers(
 # %% ../../nbs/401_state.replicas.ipynb #d66722e4
 _many = 4096 # more items in one attribute are data
 
-def whole_values(
+def comparable_values(
     name:str, # What the names begin with
     v # Value of an attribute
 )->dict: # Name -> whole number or tensor
-    "Return the whole numbers and tensors in `v` and in its containers, and the length of `v` if it is one"
+    "Return the whole numbers, tensors and arrays in `v`, and its length if it is a container; no floats, which may be times"
     if isinstance(v, (set,frozenset)): v = sorted(v, key=repr)
     if isinstance(v, deque): v = list(v)
-    items,res = [(name,v)],{}
-    if isinstance(v, (list,tuple,L,dict)):
-        res[f'{name} (length)'] = len(v)
-        items = leaves(name, v) if len(v)<=_many else []
+    res,items = {},[]
+    if isinstance(v, (list,tuple,L,dict)): res[f'{name} (length)'] = len(v)
+    if not res or len(v)<=_many: items = leaves(name, v)
     for n,o in items if len(items)<=_many else ():
         if isinstance(o, (Integral,np.bool_)): res[n] = int(o)
         if isinstance(o, np.ndarray) and o.dtype.kind in 'biufc': o = torch.from_numpy(np.ascontiguousarray(o))
@@ -301,7 +300,7 @@ def attribute_values(
     res = {}
     for name,o in _script_objects(learn).items():
         for k,v in vars(o).items():
-            if not isinstance(o, nn.Module) or k not in _of_module: res[f'{name}.{k}'] = whole_values(f'{name}.{k}', v)
+            if not isinstance(o, nn.Module) or k not in _of_module: res[f'{name}.{k}'] = comparable_values(f'{name}.{k}', v)
     return res
 
 # %% ../../nbs/401_state.replicas.ipynb #c011ec75
