@@ -76,10 +76,10 @@ def of_one_rank(
 ):
     "Give all ranks what one has that has overtaken nothing; warn where there is none"
     rank,overtaken = this_world().rank,gather_objs(has_overtaken() or before)
-    src = 0
-    if False in overtaken: src = overtaken.index(False)
-    elif rank==0: warn_overtaken(overtaken)
-    theirs = broadcast_obj(to_cpu(take()) if rank==src else None, src)
+    src = overtaken.index(min(overtaken)) # the first that has not, if there is one
+    if all(overtaken) and rank==0: warn_overtaken(overtaken)
+    mine = to_cpu(take()) if rank==src else None
+    theirs = broadcast_obj(mine, src)
     if rank!=src: put(theirs)
 
 # %% ../../nbs/503_parallel.layout.ipynb #cd11311b
@@ -103,8 +103,9 @@ class Requests:
         *more:torch.Tensor # What follows
     )->torch.Tensor: # Shape `(n+2+...,)`
         "Add this rank's request and cancel to `numbers`"
-        own = 0 if self.own is None else self._number(self.own)
-        cancel = (self.size+1)**self.cancel if self.cancel else 0
+        own = cancel = 0
+        if self.own is not None: own = self._number(self.own)
+        if self.cancel: cancel = (self.size+1)**self.cancel
         return torch.cat([numbers, numbers.new_tensor([cancel, own]), *more])
 
     def _number(self, kind): return (self.size+1)**self.kinds.index(kind)
@@ -128,9 +129,8 @@ class Requests:
         if isinstance(self.newest, torch.Tensor): total = self.before
         else: total,self.newest = self.newest,None
         total = float(total or 0.)
-        for kind in reversed(self.kinds):
-            if total>self._number(kind)-.5: break
-        else: return
+        kind = first(o for o in reversed(self.kinds) if total>self._number(o)-.5)
+        if kind is None: return
         self.newest = self.before = None # sent before ranks knew of the decision
         if self.own in (kind,self.kinds[0]): self.own = None
         return kind
@@ -209,9 +209,8 @@ class Layout:
 
     @torch.no_grad()
     def _share_others(self, loss):
-        new = []
-        for t in (*self.trained.others, *loss.buffers()):
-            if not any(t is o for o in self.shared): new.append(t)
+        known = {*map(id, self.shared)}
+        new = [t for t in (*self.trained.others, *loss.buffers()) if id(t) not in known]
         self.shared += new
         if not new: return
         values = broadcast_obj([t.detach().cpu() for t in new])
@@ -295,8 +294,8 @@ class Carrier(nn.Module):
         model:nn.Module # With at least one parameter that requires gradients
     ):
         super().__init__()
-        self.params = [p for p in model.parameters() if p.requires_grad and p.numel()] # of which ranks know who has a gradient
-        p = first(p for p in model.parameters() if p.requires_grad)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.params,p = [p for p in trained if p.numel()],trained[0] # `params`: of which ranks know who has a gradient
         dtype = torch.float64 if p.dtype==torch.float64 else torch.float32
         self.model,self.carry = model,nn.Parameter(torch.zeros(Requests.width+len(self.params), device=p.device, dtype=dtype))
 
@@ -305,7 +304,7 @@ class Carrier(nn.Module):
         return self.model(*args, **kwargs)
 
 # %% ../../nbs/503_parallel.layout.ipynb #094f725c
-def _is_plain(m): return not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or 'forward' in vars(m))
+def _is_plain(m): return not any((m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks, 'forward' in vars(m)))
 
 def is_direct(
     through:nn.Module # A wrapper
@@ -327,10 +326,11 @@ class Wrapped:
     ):
         self.through,self.carry,self.direct = through,carry,is_direct(through)
         self.ddp = getattr(through, '_orig_mod', through)
-        shared = isinstance(self.ddp, DistributedDataParallel)
-        self.params = self.ddp.module.params if shared else []
-        self.looks = shared and not self.ddp.find_unused_parameters and not self.ddp.static_graph
-        self.flags = torch.ones(len(self.params), device=self.params[0].device) if shared else torch.ones(0) # of this rank's gradients
+        self.params,self.looks,self.flags = [],False,torch.ones(0) # `flags`: of this rank's gradients
+        if isinstance(self.ddp, DistributedDataParallel):
+            self.params = self.ddp.module.params
+            self.looks = not self.ddp.find_unused_parameters and not self.ddp.static_graph
+            self.flags = torch.ones(len(self.params), device=self.params[0].device)
         self.sparse = [m.weight for m in self.ddp.modules() if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.sparse]
 
     def zeros(self,
@@ -473,13 +473,12 @@ class Replicated(Layout):
 
     def reduce(self, numbers, wanted=True):
         "Average gradients that DDP did not see, and `numbers` where they did not travel with it"
-        w,waited,mean = self.wrapped,self.waits,None
+        w,waited,mean,looks,rest = self.wrapped,self.waits,None,False,self.trained.active
         self.waits = False
-        if waited: self._check_reduced()
-        if waited and w.carry is not None: mean,w.carry.grad = w.carry.grad,None
-        rest = self.trained.others if waited else self.trained.active
-        if rest and waited: rest = [p for p in rest if p.requires_grad]
-        looks = waited and w.looks
+        if waited:
+            self._check_reduced()
+            looks,rest = w.looks,[p for p in self.trained.others if p.requires_grad]
+            if w.carry is not None: mean,w.carry.grad = w.carry.grad,None
         if rest: mean = ifnone(mean, average_grads(rest, self._numbers(numbers)))
         elif mean is None and (wanted or looks): mean = all_reduce(self._numbers(numbers), kind='step')/self.size
         if looks: self._receive_flags(mean[Requests.width:])

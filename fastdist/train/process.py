@@ -100,7 +100,8 @@ class JobDescription:
     @property
     def in_parent(self)->bool:
         "Return whether this process is the one that will start the ranks"
-        return (self._nprocs>1 or self._engine is not None) and this_world().source=='one process'
+        starts = self._nprocs>1 or self._engine is not None
+        return starts and this_world().source=='one process'
 
     @property
     def execution_type(self)->str:
@@ -144,6 +145,10 @@ class JobDescription:
         return self
 
 # %% ../../nbs/700_train.process.ipynb #bf755e7b
+def _is_read_only(k):
+    attr = getattr(HFAccelerator, k, None)
+    return isinstance(attr, property) and attr.fset is None
+
 _own = 'compute_setup','log_setup','dtype','options'
 _in_process = '_member','_acc','_owned','_env','_engine' # what is not pickled
 _in_parent = dict(is_main_process=True, is_local_main_process=True, is_last_process=True, process_index=0, local_process_index=0,
@@ -180,21 +185,26 @@ class RankAccelerator(JobDescription):
     def __setattr__(self, k, v):
         plain = k in _own or k[0]=='_' or callable(getattr(type(self), k, None))
         if plain or not vars(type(self)).get('_strict'): object.__setattr__(self, k, v)
-        else: self._set(k, v)
+        elif k in option_table: self._set_option(k, v)
+        else: self._set_attr(k, v)
 
-    def _set(self, k, v):
-        "Set the option `k`, or an attribute that Accelerate's object has"
-        option,attr = k in option_table,getattr(HFAccelerator, k, None)
-        if isinstance(attr, property) and attr.fset is None: raise self._cannot_set(k, f'HINT: Accelerator({k}=...)' if option else '')
-        if not option and (self.in_parent or not hasattr(self._acc or HFAccelerator, k)): raise self._cannot_set(k)
-        options = self._with_option(k, v) if option else self.options
+    def _set_option(self, k, v):
+        "Set the option `k`, also on Accelerate's object where there is one"
+        if _is_read_only(k): raise self._cannot_set(k, f'HINT: Accelerator({k}=...)')
+        options = self._with_option(k, v)
         check_options(None, **options)
-        if self._acc or not option: setattr(self.live, k, v)
+        if self._acc: setattr(self._acc, k, v)
         self.options = options
 
-    def _cannot_set(self, k, hint=None):
-        near = get_close_matches(k, option_table, 1)
-        if hint is None: hint = f'Did you mean {near[0]!r}?' if near else f'HINT: one of {", ".join(option_table)}'
+    def _set_attr(self, k, v):
+        "Set the attribute `k` of Accelerate's object"
+        if _is_read_only(k): raise self._cannot_set(k, '')
+        if self.in_parent or not hasattr(self._acc or HFAccelerator, k):
+            near = get_close_matches(k, option_table, 1)
+            raise self._cannot_set(k, f'Did you mean {near[0]!r}?' if near else f'HINT: one of {", ".join(option_table)}')
+        setattr(self.live, k, v)
+
+    def _cannot_set(self, k, hint):
         return AttributeError(f"You set {k}, which can be set neither on fastdist's Accelerator nor on Accelerate's. {hint}".rstrip())
 
     def _with_option(self, k, v):
@@ -240,11 +250,10 @@ class ContextOptions:
         own:dict # As a user gave them to the context
     ):
         self.precision,self.dtype,self.patience,given = '',None,None,{}
-        if RankAccelerator._running:
-            acc = RankAccelerator._running[-1]
+        for acc in RankAccelerator._running[-1:]:
             given,self.precision,self.dtype = acc.learner_options(),str(acc.options.get('mixed_precision') or ''),acc.dtype
         for pair in _one_meaning:
-            if set(pair) & set(own): given = {k:v for k,v in given.items() if k not in pair}
+            if own.keys() & pair: given = {k:v for k,v in given.items() if k not in pair}
         group = handler_of(given.get('kwargs_handlers'), InitProcessGroupKwargs)
         if group:
             given['kwargs_handlers'] = [h for h in given['kwargs_handlers'] if h is not group]
@@ -268,8 +277,10 @@ class CastBatch(Callback):
 def _name_rank(self:RankAccelerator, rank):
     "Write `rank` to the environment, where no launcher has"
     w,n = this_world(),self._nprocs
-    if rank is None or w.source!='one process' and w.rank==rank: return
-    if w.source!='one process': raise WorldError(f'You set up rank {rank}, but {w.source} says {w.rank}. HINT: leave the rank out')
+    if rank is None: return
+    if w.source!='one process':
+        if w.rank!=rank: raise WorldError(f'You set up rank {rank}, but {w.source} says {w.rank}. HINT: leave the rank out')
+        return
     addr = os.environ.get('MASTER_ADDR', '127.0.0.1')
     if n>1: self._env = set_env(world_vars(World(rank, n, rank, n, master_addr=addr)))
 
@@ -319,8 +330,7 @@ def live(self:RankAccelerator)->HFAccelerator:
 def _share(self:RankAccelerator, o):
     "Return `o` prepared where Accelerate does not know it; a model on this rank's device, in its precision"
     w = self.world
-    if isinstance(o, dict) and o and all(isinstance(v, (DataLoader,TorchLoader)) for v in o.values()):
-        return {k:self.prepare(v) for k,v in o.items()}
+    if isinstance(o, dict) and o and all(map(is_loader, o.values())): return {k:self.prepare(v) for k,v in o.items()}
     if isinstance(o, DistributedDL): return o
     if isinstance(o, DataLoader): return DistributedDL(o, device=w.device) if w.size>1 else o
     if isinstance(o, TorchLoader) and custom_methods(o): return DistributedDL(o, device=w.device)
@@ -342,7 +352,7 @@ def prepare(self:RankAccelerator,
     **kwargs # As for Accelerate's `prepare`
 ): # The prepared object, or a tuple of them in the order of `objs`
     "Return `objs` ready for this rank: models in `DistributedDataParallel`, loaders that give its share, optimizers and schedulers that fit"
-    shares,live = [self._share(o) for o in objs],self.live
+    shares,live = [*map(self._share, objs)],self.live
     with accelerate_env(self.world, cpu_fp16=True): res = live.prepare(*shares, **kwargs)
     for was,new in zip(objs, [res] if len(objs)==1 else res):
         if isinstance(new, DistributedDataParallel): _hold_group(new)
@@ -366,8 +376,9 @@ _ops = dict(mean='sum', avg='sum', sum='sum', max='max', min='min')
 
 def _as(v, t, mean):
     "Return `t` in the form of `v`; the mean of whole numbers is a float"
-    if isinstance(v, Tensor): return t.view(v.shape).to(torch.get_default_dtype() if mean and not v.is_floating_point() else v.dtype)
-    return t.item() if mean else type(v)(t.item())
+    if not isinstance(v, Tensor): return t.item() if mean else type(v)(t.item())
+    dtype = torch.get_default_dtype() if mean and not v.is_floating_point() else v.dtype
+    return t.view(v.shape).to(dtype)
 
 @patch
 def all_reduce_dict(self:RankAccelerator,
