@@ -1393,8 +1393,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'fastdist/launch/detached.py'),
                                           'fastdist.launch.detached.DetachedJob.__repr__': ( 'launch.detached.html#detachedjob.__repr__',
                                                                                              'fastdist/launch/detached.py'),
-                                          'fastdist.launch.detached.DetachedJob._ended': ( 'launch.detached.html#detachedjob._ended',
-                                                                                           'fastdist/launch/detached.py'),
                                           'fastdist.launch.detached.DetachedJob.cancel': ( 'launch.detached.html#detachedjob.cancel',
                                                                                            'fastdist/launch/detached.py'),
                                           'fastdist.launch.detached.DetachedJob.delete': ( 'launch.detached.html#detachedjob.delete',

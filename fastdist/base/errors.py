@@ -35,8 +35,9 @@ class OptionError(_Sent, ValueError):
         why:str='', # The reason, and a hint
         must:str='' # What it must be, where this value is wrong whatever the reason
     ):
-        said = f'{name} must be {must}, got {val!r}' if must else f'You set {name}={val!r}, which fastdist does not honour'
-        super().__init__(f'{said}{". " if must else ": "}{why}' if why else said)
+        if must: said,end = f'{name} must be {must}, got {val!r}','. '
+        else: said,end = f'You set {name}={val!r}, which fastdist does not honour',': '
+        super().__init__(said+end+why if why else said)
 
 # %% ../../nbs/000_base.errors.ipynb #116e25fb
 class VersionError(RuntimeError, AttributeError):
@@ -71,7 +72,9 @@ class RankError(_Sent, RuntimeError):
         shown:bool=True, # Whether that rank prints its traceback itself; ranks that a parent process started leave it to that
         node:str='' # Name of the machine of that rank, where it is another one than the parent process's
     ):
-        super().__init__(msg if rank is None else f'rank {rank}{f" on {node}" if node else ""} failed:\n{msg}')
+        text = msg
+        if rank is not None: text = f'rank {rank} on {node} failed:\n{msg}' if node else f'rank {rank} failed:\n{msg}'
+        super().__init__(text)
         self.rank,self.msg,self.shown = rank,msg,shown
 
 # %% ../../nbs/000_base.errors.ipynb #b261d541

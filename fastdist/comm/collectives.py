@@ -97,12 +97,13 @@ def gather_rows(
     if not grouped(): return [t]
     with exchange():
         ns = [o.item() for o in _all_gather(torch.tensor([len(t)]))]
-        pad = t.new_zeros((max(ns)-len(t), *t.shape[1:]))
-        return [o[:n] for o,n in zip(_all_gather(torch.cat([t, pad]) if len(pad) else t, dst), ns)]
+        missing = max(ns)-len(t)
+        if missing: t = torch.cat([t, t.new_zeros((missing, *t.shape[1:]))])
+        return [o[:n] for o,n in zip(_all_gather(t, dst), ns)]
 
 def _all_gather(t, dst=None):
-    there = _reachable(t).contiguous()
-    res = [torch.empty_like(there) for _ in range(dist.get_world_size())] if dst in (None,dist.get_rank()) else []
+    there,res = _reachable(t).contiguous(),[]
+    if dst in (None,dist.get_rank()): res = [torch.empty_like(there) for _ in range(dist.get_world_size())]
     if dst is None: dist.all_gather(res, there)
     else: dist.gather(there, res or None, dst)
     return [o.to(t.device) for o in res]

@@ -57,8 +57,8 @@ def has_shape(
     if len(p.shape)!=len(shape): return False
     if not p.rule: return p.shape==shape
     d,k = p.rule
-    same = p.shape[:d]==shape[:d] and p.shape[d+1:]==shape[d+1:]
-    return shape[d]==n*k and (same or not exact)
+    if shape[d]!=n*k: return False
+    return not exact or (*p.shape[:d],*p.shape[d+1:])==(*shape[:d],*shape[d+1:])
 
 # %% ../../nbs/107_comm.draws.ipynb #77d1a86d
 class Shapes:
@@ -85,10 +85,10 @@ class Shapes:
         mine = next(self.left, None)
         if mine is None or mine.name!=name or not has_shape(mine, shape, n, exact=False): mine,self.left = None,iter(())
         rules = {p.rule for p in (*self.found,*self.sized) if has_shape(p, shape, n)}
-        if not rules: rules = {p.rule for p in self.found if p.rule and has_shape(p, shape, n, exact=False)}
+        if not rules: rules = {p.rule for p in self.found if has_shape(p, shape, n, exact=False)}-{()}
         if not rules: rules = self._by_size(name, shape, n)
         if len(rules)==1: return rules.pop()
-        return mine.rule if rules and mine else None
+        if rules and mine: return mine.rule
 
     def _by_size(self, name, shape, n):
         "Return the rules that the size alone allows; where it shows the batch, smaller batches are known too"
@@ -168,7 +168,9 @@ class Draws(_DispatchMode):
         before = g.get_state()
         res = op(*args, **kw)
         if torch.equal(g.get_state(), before): return res
-        shape = (args[0],) if name=='randperm' else next((tuple(o.shape) for o in args if isinstance(o, torch.Tensor)), ())
+        tensor = first(o for o in args if isinstance(o, torch.Tensor))
+        shape = () if tensor is None else tuple(tensor.shape)
+        if name=='randperm': shape = args[0],
         return self.draw(name, shape, lambda _: res, cuts=False)
 
 # %% ../../nbs/107_comm.draws.ipynb #71487cf4
@@ -262,9 +264,10 @@ def check_drawn(
 ):
     "Raise `SeedError` on all ranks unless all have drawn as often in the same patterns"
     counts = gather(dict(count))
-    different = [k for o in counts for k in o if any(p.get(k)!=o[k] for p in counts)]
-    if not different: return
-    name,shape = different[0]
-    times = ', '.join(str(o.get(different[0], 0)) for o in counts)
+    all_keys = dict.fromkeys(k for o in counts for k in o)
+    different = first(k for k in all_keys if len({o.get(k) for o in counts})>1)
+    if different is None: return
+    name,shape = different
+    times = ', '.join(str(o.get(different, 0)) for o in counts)
     raise everywhere(SeedError(f'You set a seed, and ranks do not draw the same: numbers of shape {list(shape)} by {name} {times} times on each rank, so that one process draws otherwise',
         'pad to a fixed length, and do not let what is drawn depend on the samples of one rank'))

@@ -118,15 +118,17 @@ class Interrupt:
 
     def _raise(self, frame):
         "Return whether the signal was ours; raise the error that is due if it may be raised at `frame`"
-        err,e = self.enabled and self.failed(),sys.exc_info()[1]
+        err = self.failed() if self.enabled else None
         if not err: return False
-        if (e is not None and id(e)!=self.handling) or _swallows(frame): return True
+        handled = sys.exc_info()[1]
+        if id(handled) not in (id(None),self.handling) or _swallows(frame): return True
         self.enabled = False
         raise err
 
 def _swallows(frame):
     "Return whether an error raised at `frame` would only be printed, as in finalizers, weak references and hooks around a fork, or leave the lock of a Condition taken"
-    return any(f.f_code.co_name in _unraisable or f.f_code in _locking for f,_ in traceback.walk_stack(frame))
+    codes = [f.f_code for f,_ in traceback.walk_stack(frame)]
+    return any(o.co_name in _unraisable or o in _locking for o in codes)
 
 _unraisable = '__del__','release_threads','_hold_signals','_release_signals','_after_fork','_run_after_forkers'
 _locking = [getattr(threading.Condition, o).__code__ for o in ('__enter__','__exit__')]

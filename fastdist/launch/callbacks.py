@@ -136,11 +136,13 @@ class OverridingCallback(Callback):
         if v is not None: self._override()
 
     def _override(self):
-        learn = self.learn
-        own = [k for k in self._overridden if k!='_with_events']
-        mine,found = {k:getattr(self, '_on_'+k.lstrip('_')) for k in own},{k:vars(learn)[k] for k in own if k in vars(learn)}
+        learn,mine,found = self.learn,{},{}
+        for k in self._overridden:
+            if k=='_with_events': continue
+            mine[k] = getattr(self, '_on_'+k.lstrip('_'))
+            if k in vars(learn): found[k] = vars(learn)[k]
+            setattr(learn, k, mine[k])
         self.__dict__.update(_mine=mine, _found=found)
-        for k,f in mine.items(): setattr(learn, k, f)
         if '_with_events' in self._overridden: hook_events(learn, self)
 
     def _return(self):
@@ -151,4 +153,7 @@ class OverridingCallback(Callback):
             if k in found and k not in vars(learn) and not _left(found[k], learn): setattr(learn, k, found[k])
 
 # %% ../../nbs/010_launch.callbacks.ipynb #6ce8e399
-def _left(f, learn): return isinstance(o := getattr(f, '__self__', None), Callback) and o.learn is not learn
+def _left(f, learn):
+    "Return whether `f` is a method of a callback that is not on `learn` any more"
+    cb = getattr(f, '__self__', None)
+    return isinstance(cb, Callback) and cb.learn is not learn

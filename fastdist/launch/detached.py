@@ -131,10 +131,12 @@ class DetachedJob:
     @property
     def status(self)->str:
         "'running', 'done', 'failed', 'cancelled', or 'gone' where its process left no result and no error"
-        running = _began(self.info['pid'])==self.info['began'] # else the number is another process's
-        res = self._ended() or ('running' if running else 'gone')
-        return 'cancelled' if res in ('failed','gone') and (self.d/'cancelled').exists() else res
-    def _ended(self): return first(k for k,f in (('done','result'),('failed','failure')) if (self.d/f).exists())
+        running = _began(self.info['pid'])==self.info['began'] # else the number is another process's; asked before the files, which it may write meanwhile
+        if (self.d/'result').exists(): return 'done'
+        failed = (self.d/'failure').exists()
+        if running and not failed: return 'running'
+        if (self.d/'cancelled').exists(): return 'cancelled'
+        return 'failed' if failed else 'gone'
     def __repr__(self): return f'{self.name}: {self.status}, began {self.info["when"]}, {self.info["calls"]}'
 
     def log(self)->str:

@@ -381,13 +381,12 @@ def _in_job(rank, fn, join):
 def _wait(ranks, timeout):
     "Wait until all of `ranks` have ended; return the first that failed, when the others have had time to end too; raise `TimeoutError` after `timeout` seconds"
     end,running = time.monotonic()+timeout,{o.p.sentinel:o for o in ranks}
-    while running:
+    while running and not any(o.exitcode for o in ranks):
         ended = connection.wait([*running], max(0, end-time.monotonic()))
         if not ended: raise TimeoutError(f'{len(running)} ranks were still running after {timeout} seconds')
         for s in ended: running.pop(s).p.join()
-        failed = first(ranks, lambda o: o.exitcode)
-        if failed: break
-    else: return
+    failed = first(ranks, attrgetter('exitcode'))
+    if not failed: return
     for o in ranks: o.send(signal.SIGTERM)
     end = time.monotonic()+30
     for o in ranks: o.wait(max(0, end-time.monotonic()))

@@ -62,7 +62,9 @@ def own_addresses(
     with suppress(OSError, UnicodeError):
         for family,_,_,_,addr in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             if ip_address(addr[0]).is_loopback and host not in ('localhost', addr[0]): continue
-            with suppress(OSError), socket.socket(family) as s: s.bind(addr) or res.append((family,addr))
+            with suppress(OSError), socket.socket(family) as s:
+                s.bind(addr)
+                res.append((family,addr))
     return res
 
 # %% ../../nbs/006_launch.group.ipynb #424584b7
@@ -139,7 +141,8 @@ warnings.formatwarning = partial(format_warning, warnings.formatwarning)
 # %% ../../nbs/006_launch.group.ipynb #004a0002
 def _show_inside(err, inside, outside, kind, e, tb):
     "Show `e` by the hook `inside` if `err` is in its chain, else by `outside`"
-    (inside if any(o is err for o in causes_of(e)) else outside)(kind, e, tb)
+    show = inside if any(o is err for o in causes_of(e)) else outside
+    show(kind, e, tb)
 
 def _hook_in():
     "Set a `sys.excepthook` that shows an error once; return a function that puts the present one back"
@@ -289,10 +292,9 @@ class Membership:
     ):
         "Wait for the GPU of a rank that has failed, in its main thread; note in `overtaken` if it is not done then"
         if not self.runs_ahead: return
-        end = time.monotonic()+secs
-        (done := torch.cuda.Event()).record()
-        while not done.query() and time.monotonic()<end: time.sleep(.01)
-        self.overtaken = self.overtaken or not done.query()
+        done = torch.cuda.Event()
+        done.record()
+        if not await_that(done.query, secs, .01): self.overtaken = True
 
     def restart(self,
         after:int=0 # Number of the last group of any rank; this rank's by default
@@ -305,7 +307,7 @@ class Membership:
 # %% ../../nbs/006_launch.group.ipynb #2baf3a7c
 def group_owner()->Membership: # `None` where there is no group, or the user made it
     "Return the membership that made the process group of this process"
-    return _owners[-1] if _owners and dist.is_initialized() else None
+    if dist.is_initialized() and _owners: return _owners[-1]
 
 # %% ../../nbs/006_launch.group.ipynb #1d6ef48a
 def setup_distrib(

@@ -74,8 +74,8 @@ def _names(kind, objects=False):
     names = [str(o).lower() for o in kind]
     def check(name, v):
         for o in listify(v):
-            known = str(o).lower() in names or objects and not isinstance(o, (str,Enum))
-            if not known: raise OptionError(name, o, must=f'one of {", ".join(names)}')
+            if objects and not isinstance(o, (str,Enum)): continue
+            if str(o).lower() not in names: raise OptionError(name, o, must=f'one of {", ".join(names)}')
     return check
 
 # %% ../../nbs/009_launch.options.ipynb #10000001
@@ -204,9 +204,9 @@ def check_known(
     known = [k for k in there if k not in hidden]
     for k in set(options)-set(there):
         if k in fastai_has_own: raise TypeError(f'{of.__name__} has no option {k!r}: {option_table[k].learner}')
-        near = get_close_matches(k.lower(), known, 1)
-        if _synonyms.get(k) in known: near = [_synonyms[k]]
-        hint = f'Did you mean {near[0]!r}?' if near else f'It has {", ".join(known)}'
+        near = _synonyms.get(k)
+        if near not in known: near = first(get_close_matches(k.lower(), known, 1))
+        hint = f'Did you mean {near!r}?' if near else f'It has {", ".join(known)}'
         raise TypeError(f'{of.__name__} has no option {k!r}. {hint}')
 
 # %% ../../nbs/009_launch.options.ipynb #8a2f9105
@@ -227,7 +227,8 @@ def _documented(o):
     if not isfunction(f): return []
     found = docments(o if is_dataclass(o) else FunctionType(f.__code__, f.__globals__, closure=f.__closure__), args_kwargs=True)
     returned = found.pop('self', None) or found.pop('return', None) # on one line with the result, `self` has its comment
-    lines = [f'- `{k}`: {v}' for k,v in found.items() if v and k!='return']
+    found.pop('return', None)
+    lines = [f'- `{k}`: {v}' for k,v in found.items() if v]
     if returned: lines.append(f'\nReturns: {returned}')
     return lines
 

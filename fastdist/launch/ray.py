@@ -96,8 +96,8 @@ def node_names(
     for o in nodes:
         given = o.get('NodeName') not in (None,'',o['NodeManagerAddress'])
         own[o['NodeID']] = o['NodeName'] if given else o['NodeManagerHostname']
-    n = Counter(own.values())
-    return {k:v if n[v]==1 else f'{v}-{k[:6]}' for k,v in own.items()}
+    times = Counter(own.values())
+    return {k:v if times[v]==1 else f'{v}-{k[:6]}' for k,v in own.items()}
 
 # %% ../../nbs/014_launch.ray.ipynb #a50b3fb2
 _code = f'import signal; signal.pthread_sigmask(signal.SIG_SETMASK, []); {agent_code}'
@@ -181,18 +181,16 @@ class RayCluster:
     name = 'ray'
     def __init__(self,
         nprocs:int, # Number of ranks
-        cpu:bool=False, # Whether ranks leave GPUs alone
-        bundle:dict=None, # What a rank holds; by default `{'CPU':1}`, with `'GPU':1` where the cluster has GPUs
-        timeout:float=60 # Seconds to wait for capacity
+        cpu:bool=False # Whether ranks leave GPUs alone
     ): store_attr()
 
     def __enter__(self):
         with ExitStack() as stack:
             self.ray = stack.enter_context(ray_cluster(self.nprocs))
-            bundle = self.bundle or {'CPU':1}
-            if not (self.bundle or self.cpu) and self.ray.cluster_resources().get('GPU'): bundle['GPU'] = 1
-            self.group = stack.enter_context(placed(self.ray, [bundle]*self.nprocs, self.timeout))
-            self._find(bundle)
+            bundle = {'CPU':1}
+            if not self.cpu and self.ray.cluster_resources().get('GPU'): bundle['GPU'] = 1
+            self.group = stack.enter_context(placed(self.ray, [bundle]*self.nprocs))
+            self._find('GPU' in bundle)
             self.stack = stack.pop_all()
         return self
 
@@ -208,12 +206,12 @@ class RayCluster:
         actor = self._in(bundles[0], AgentActor, _code, own_path(), env, num_cpus=1, max_concurrency=4)
         return RayChannel(self.ray, actor, node)
 
-    def _find(self, bundle):
+    def _find(self, with_gpus):
         "Find on which node each bundle is, and which GPUs it has"
         at,names = self.ray.util.placement_group_table(self.group)['bundles_to_node_id'],node_names(self.ray.nodes())
         self.of,self.gpus = groupby(sorted(at), at.get),None
-        self.places,self.counts = [names[o] for o in self.of],[len(o) for o in self.of.values()]
-        if bundle.get('GPU'): self.gpus = self.ray.get([self._in(i, _gpus, num_cpus=0, num_gpus=bundle['GPU']) for i in at])
+        self.places,self.counts = [names[o] for o in self.of],list(map(len, self.of.values()))
+        if with_gpus: self.gpus = self.ray.get([self._in(i, _gpus, num_cpus=0, num_gpus=1) for i in at])
 
     def _in(self, i, o, *args, **kwargs):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In

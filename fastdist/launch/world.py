@@ -222,8 +222,8 @@ def _host_of_rank0(env, launcher, nodes):
 def _only_gpu(env, local):
     "Return 0 where `CUDA_VISIBLE_DEVICES` leaves this rank a device of its own"
     seen = env.get('CUDA_VISIBLE_DEVICES', '')
-    if not seen or ',' in seen or local and seen=='0': return
-    return 0
+    all_see_0 = local and seen=='0'
+    if seen and ',' not in seen and not all_see_0: return 0
 
 # %% ../../nbs/005_launch.world.ipynb #5b1c7d17
 def _one_process(env):
