@@ -1,5 +1,6 @@
 "A metric that keeps rows has those of all ranks on each, and its value: at the moment, and of the type, of one process"
 import cloudpickle,pickle
+import pytest
 from fastcore.test import test_eq
 from fastai.vision.all import *
 from fastdist import *
@@ -124,7 +125,8 @@ def test_a_fit_ends_with_the_error_of_the_value():
         learn = small(37, 4, rank)
         learn.metrics = L(kept(Fails(lambda: ValueError('one class only'))))
         with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): learn.fit(1)
-    with ExceptionExpected(RankError, 'raise self.err'): on_ranks(f, 3, timeout=60, join=False)
+    with pytest.raises(RankError, match='raise self.err') as e: on_ranks(f, 3, timeout=60, join=False)
+    assert isinstance(e.value, ValueError)
 
 def cancelled(learn):
     "An evaluation that was cancelled asks no metric for its value"
