@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from fastcore.all import *
 from ..base.errors import *
 from ..base.overrides import *
+from ..base.tracebacks import *
 from .progress import *
 
 # %% ../../nbs/102_comm.failures.ipynb #10fdcb2b
@@ -40,8 +41,8 @@ class RankFailure:
 def error_text(
     e:BaseException # Any exception
 )->str:
-    "Return the traceback of `e`, the middle left out where it is long"
-    text = ''.join(traceback.format_exception(e))
+    "Return the traceback of `e` as this rank shows it, the middle left out where it is long"
+    text = traceback_text(e)
     return text if len(text)<20_000 else f'{text[:8000]}\n...\n{text[-8000:]}'
 
 def last_line(

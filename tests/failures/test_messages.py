@@ -122,24 +122,29 @@ def test_an_error_in_a_data_worker_has_at_most_15_lines_and_the_user_s_last(warm
     else: assert sum('rank 0 ends' in o or 'rank 1 ends' in o for o in lines)<=1 and err.count('Original Traceback')==1, err # torchrun may end the other rank first
 
 launched = """
+import time
 from accelerate import notebook_launcher
 def train():
     {dls}
     {learn}
-    with learn.distrib_ctx(): learn.fit(1{cbs})
+    try:
+        with learn.distrib_ctx(): learn.fit(1{cbs})
+    except ValueError:
+        time.sleep({late})
+        raise
 notebook_launcher(train, num_processes=2, use_port={port!r})
 """
 odd_layer = "cbs=type('Odd', (Callback,), dict(before_batch=lambda self: self.model(torch.ones(2,5))))()"
 
 @pytest.mark.launcher
-@pytest.mark.parametrize('where', ['data set','callback'])
-def test_what_notebook_launcher_prints_has_no_frames_of_libraries(warm, tmp_path, where):
-    "The launcher prints the traceback twice, with frames of its own before and after; a library's last two frames say where an error arose there"
+@pytest.mark.parametrize('where,late', [('data set',0), ('data set',3), ('callback',0)])
+def test_what_notebook_launcher_prints_has_no_frames_of_libraries(warm, tmp_path, where, late):
+    "The launcher prints the traceback twice, with frames of its own before and after, that of the rank which ends first; a library's last two frames say where an error arose there"
     path = tmp_path/'broken.py'
     dls,cbs,last = broken_fits['data set'],'','ValueError: number 21 is broken'
     if where=='callback': dls,cbs,last = dls.replace('Numbers(), Numbers()', 'xs, xs'),f', {odd_layer}','mat1 and mat2 shapes cannot be multiplied (2x5 and 3x2)'
     learn = 'learn = Learner(dls, nn.Linear(3,2), loss_func=CrossEntropyLossFlat())'
-    path.write_text(broken+'xs = [(torch.ones(3), 1)]*40\n'+launched.format(dls=dls, learn=learn, cbs=cbs, port=str(free_port())))
+    path.write_text(broken+'xs = [(torch.ones(3), 1)]*40\n'+launched.format(dls=dls, learn=learn, cbs=cbs, late=late, port=str(free_port())))
     _,err = warm(sys.executable, path, rc=1)
     lines = [re.sub(r'^E.*api\.py:\d+\] ?', '', o).strip() for o in err.splitlines()]
     begins,ends = [[i for i,o in enumerate(lines) if is_one(o)] for is_one in (lambda o: o.startswith(f'File "{path}"') and o.endswith('in train'), lambda o: o==last)]
