@@ -114,8 +114,9 @@ class Requests:
         mean:torch.Tensor # Mean over ranks of what `with_local` returned
     )->torch.Tensor: # Without the last two numbers
         "Receive the requests and cancels of all ranks"
-        self.cancels,total = mean[-2:]*self.size
-        if mean.is_cpu: self.newest = max(self.newest or 0., total.item())
+        cancels,total = mean[-2:].tolist() if mean.is_cpu else mean[-2:]
+        self.cancels,total = cancels*self.size,total*self.size
+        if mean.is_cpu: self.newest = max(self.newest or 0., total)
         else: self.before,self.newest = self.newest,total # on a GPU the sum of the last step is not there yet
         return mean[:-2]
 

@@ -265,10 +265,10 @@ class BackwardPasses:
         g:torch.Tensor # Gradient there, or `None`
     ):
         "Run the pass over the loss of the batch, scaled, and send the numbers of the step with its gradients"
-        if self.many and _is_constant(t): raise RuntimeError(_constant)
         self.determine_reduction()
         self.due,win,layout = False,self.window,self.layout
         with plain(): # fastai's tensor types cost more here than the arithmetic
+            if self.many and _is_constant(t): raise RuntimeError(_constant)
             f = self._add(self.batch.scale(win.fraction))
             if isinstance(f, Tensor) or f!=1: g = _times(t, g, f)
             if self.lossless: self.sums[1] = math.nan # so that all ranks know
@@ -307,7 +307,7 @@ class BackwardPasses:
         "Return what ranks cancel the batch by, `None` where none does; its gradients are zero then, and where a rank has no loss of it the loss is that of the batch before"
         if self.window or not self.many: return
         requests,mine,self.cancel,self.lossless = self.layout.requests,self.cancel,None,False
-        if not (self.joins or requests.cancels.is_cpu): return # to look would wait for the GPU
+        if not self.joins and isinstance(requests.cancels, Tensor): return # to look would wait for the GPU
         n = requests.cancelled()
         if not n: return
         for p in self.layout.trained.active:
