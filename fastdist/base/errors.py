@@ -82,10 +82,11 @@ def class_and_values(
     e:Exception
 )->tuple: # Class, arguments, and attributes by name, also those that its class has in C, as `errno`
     "Return what `with_class_of` needs of `e`"
-    builtin = _builtin_class(type(e))
-    fields = [k for c in builtin.__mro__ for k,v in vars(c).items() if isinstance(v, MemberDescriptorType)]
-    own = {k:v for k,v in vars(e).items() if k not in _not_sent}
-    return type(e),e.args,{k:getattr(e, k, None) for k in fields}|own
+    res = {k:v for k,v in vars(e).items() if k not in _not_sent}
+    if isinstance(e, (AttributeError,NameError)): return type(e),e.args,res # the object that lacks a name may lead to all data
+    for cls in _builtin_class(type(e)).__mro__:
+        res |= {k:getattr(e, k, None) for k,v in vars(cls).items() if isinstance(v, MemberDescriptorType)}
+    return type(e),e.args,res
 
 _not_sent = '__notes__','everywhere','unfinished' # the text has the first; ours are the others
 
