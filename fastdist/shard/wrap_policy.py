@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from torch import nn
+from operator import attrgetter
+from torch import Tensor,nn
 from torch.distributed.fsdp.wrap import _Policy,_recursive_wrap,size_based_auto_wrap_policy,transformer_auto_wrap_policy
 from torch.nn.utils.parametrize import is_parametrized
 from fastcore.all import *
@@ -35,15 +36,15 @@ from ..base.overrides import *
 # %% ../../nbs/601_shard.wrap_policy.ipynb #c1bbc5bc
 def _ignored(model, plan):
     "Return the modules that `plan` excludes"
-    if isinstance(plan.ignored, str): return [m for n,m in model.named_modules() if re.fullmatch(plan.ignored, n)]
-    return [*(plan.ignored or ())]
+    if not isinstance(plan.ignored, str): return plan.ignored
+    return [m for name,m in model.named_modules() if re.fullmatch(plan.ignored, name)]
 
 def unsharded_params(
     model:nn.Module, # Not sharded yet
     plan # `ignored` are modules, or a regular expression for their names
 )->list: # In the order of `model.parameters()`
     "Return the parameters of `model` that each rank holds whole: those without dimensions or elements, and those that `plan` excludes"
-    ignored = {p for m in _ignored(model, plan) for p in m.parameters()}
+    ignored = set().union(*map(nn.Module.parameters, _ignored(model, plan)))
     return [p for p in model.parameters() if p in ignored or 0 in (p.ndim,p.numel())]
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #5b2465a7
@@ -52,32 +53,36 @@ _closed_names = {'SentenceEncoder','EmbeddingDropout','WeightDropout'}
 
 def _is_closed(m):
     if isinstance(m, _closed_classes) or is_parametrized(m): return True
-    return not _closed_names.isdisjoint(o.__name__ for o in type(m).__mro__)
+    return not _closed_names.isdisjoint(map(attrgetter('__name__'), type(m).__mro__))
 
 def _is_called(m): return type(m).forward is not nn.Module.forward or 'forward' in vars(m)
 def _is_row(m): return not _is_called(m) or type(m).forward is nn.Sequential.forward
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #825199a8
-def _counts(m): return Counter(p for _,p in m.named_parameters(remove_duplicate=False))
+def _n_names(m): return Counter(dict(m.named_parameters(remove_duplicate=False)).values())
+def _inside(m): return {*m.modules()}-{m}
 
 class _Tree:
     "The modules of `model` with what may be a unit, and the units chosen so far, innermost first"
     def __init__(self, model, plan, least=1):
         self.model,self.plan,self.ignored = model,plan,_ignored(model, plan)
         self.whole = {*unsharded_params(model, plan)}
-        self.units,self.taken,self.names = [],{*self.whole},_counts(model)
-        self.paths = Counter(m for _,m in model.named_modules(remove_duplicate=False))
-        self.barred = {model}.union(*(m.modules() for m in self.ignored))
-        for m in filter(_is_closed, model.modules()): self.barred.update(o for o in m.modules() if o is not m)
+        self.units,self.taken = [],{*self.whole}
+        self.n_names = _n_names(model)
+        self.n_paths = Counter(dict(model.named_modules(remove_duplicate=False)).values())
+        closed = filter(_is_closed, model.modules())
+        self.barred = {model}.union(*map(nn.Module.modules, self.ignored), *map(_inside, closed))
         self.total = self.rest(model)
         self.least = max(least, self.total/256)
 
-    def rest(self, m): return sum(p.numel() for p in m.parameters() if p not in self.taken)
+    def rest(self, m):
+        "Return the number of parameters of `m` that are in no unit"
+        return sum(map(Tensor.numel, {*m.parameters()}-self.taken))
 
     def may(self, m):
         "Return whether `m` may be a unit"
         if m in self.barred or not _is_called(m): return False
-        return all(self.names[p]==self.paths[m]*n for p,n in _counts(m).items())
+        return all(self.n_names[p]==self.n_paths[m]*n for p,n in _n_names(m).items())
 
     def take(self, m):
         "Return `m`, which is a unit from now on where it may be one and has parameters that are in no other"
@@ -89,37 +94,42 @@ class _Tree:
     def choose(self, m, inside=False):
         "Choose units in `m`; `inside` says that a module around it is one of several of its class"
         if _is_closed(m): return
-        kinds,in_row = Counter(map(type, m.children())),isinstance(m, (nn.Sequential,nn.ModuleList))
-        for c in m.children():
-            twin = kinds[type(c)]>1
-            if _is_hidden(m, c, twin, inside): continue
-            if not in_row or _is_row(c):
-                self.choose(c, inside)
-                continue
-            matrices = [p for p in c.parameters() if p.ndim>1]
-            together = twin or self.may(c) # whether all of `c` may be one unit
-            if not together or self.rest(c)>self.total/8: self.choose(c, inside or twin)
-            if matrices and self.rest(c)>=self.least: self.take(c)
+        n_of_class,in_row = Counter(map(type, m.children())),isinstance(m, (nn.Sequential,nn.ModuleList))
+        for child in m.children():
+            twin = n_of_class[type(child)]>1
+            if _is_hidden(m, child, twin, inside): continue
+            if in_row and not _is_row(child): self.choose_block(child, twin, inside)
+            else: self.choose(child, inside)
+
+    def choose_block(self, m, twin, inside):
+        "Choose units in `m`, one of a row, and `m` itself"
+        together = twin or self.may(m) # whether all of `m` may be one unit
+        if not together or self.rest(m)>self.total/8: self.choose(m, inside or twin)
+        dims = max(map(Tensor.dim, m.parameters()), default=0)
+        if dims>1 and self.rest(m)>=self.least: self.take(m)
 
     def policy(self):
         "Return what the user asked for as a policy, `None` if nothing"
         plan,names = self.plan,self.plan.classes
-        if isinstance(plan.policy, _Policy):
-            targets = plan.policy._run_policy(self.model, {*self.ignored}, {})
-            if any(targets.values()): raise ValueError('You set an auto_wrap_policy that gives settings to single modules. HINT: let it return True or False')
-            return lambda module, recurse, nonwrapped_numel: recurse or module in targets
+        if isinstance(plan.policy, _Policy): return self.selected(plan.policy)
         if plan.policy: return plan.policy
         if plan.min_params is not None: return partial(size_based_auto_wrap_policy, min_num_params=plan.min_params)
         if not names:
-            there = {type(m).__name__ for m in self.model.modules()}
-            names = there.intersection(getattr(self.model, '_no_split_modules', None) or ())
-        if names: return partial(transformer_auto_wrap_policy, transformer_layer_cls=_classes(self.model, names))
+            own = getattr(self.model, '_no_split_modules', None) or ()
+            names = {*own}.intersection(_classes(self.model))
+        if names: return partial(transformer_auto_wrap_policy, transformer_layer_cls=_classes_named(self.model, names))
+
+    def selected(self, policy):
+        "Return a function that selects the modules that torch's object `policy` does"
+        targets = policy._run_policy(self.model, {*self.ignored}, {})
+        if any(targets.values()): raise ValueError('You set an auto_wrap_policy that gives settings to single modules. HINT: let it return True or False')
+        return lambda module, recurse, nonwrapped_numel: recurse or module in targets
 
     def follow(self, policy):
         "Choose the units that `policy` selects, where they may be units"
         def select(module, recurse, **kw):
-            wanted = policy(module=module, recurse=recurse, **kw)
-            return wanted and (recurse or self.may(module))
+            if not recurse and not self.may(module): return False
+            return policy(module=module, recurse=recurse, **kw)
         _recursive_wrap(self.model, select, self.take, {*self.ignored}, self.whole, only_wrap_children=True)
         names = self.plan.classes
         if names and not self.units and type(self.model).__name__ not in names: raise ValueError(f'You set transformer_cls_names_to_wrap={[*names]}, '
@@ -130,7 +140,7 @@ class _Tree:
 def _is_stage(m):
     "Return whether `m` is a Sequential with several modules of one class that have parts"
     if not isinstance(m, nn.Sequential): return False
-    blocks = [type(o) for o in m if not _is_row(o) and [*o.children()]]
+    blocks = [type(o) for o in m if _inside(o) and not _is_row(o)]
     return len(blocks)>len({*blocks})
 
 def _is_hidden(parent, m, twin, inside):
@@ -139,12 +149,14 @@ def _is_hidden(parent, m, twin, inside):
     return inside and isinstance(m, (nn.ModuleList,nn.ModuleDict,nn.Sequential)) and not _is_stage(m)
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #2c59106b
-def _classes(model, names):
+def _classes(model): return groupby({*map(type, model.modules())}, attrgetter('__name__'))
+
+def _classes_named(model, names):
     "Return the classes in `model` that have one of `names`"
-    found = groupby({type(m) for m in model.modules()}, lambda o: o.__name__)
+    found = _classes(model)
     missing = [o for o in names if o not in found]
     if missing: raise ValueError(f'You set transformer_cls_names_to_wrap={[*names]}, and the model has no {", ".join(missing)}. HINT: it has {", ".join(sorted(found))}')
-    return {o for n in names for o in found[n]}
+    return set().union(*map(found.get, names))
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #101da7f5
 def choose_units(
@@ -168,21 +180,20 @@ def unit_params(
 )->list: # For each of `units`, and for `model` last, a dict of name in `model` -> parameter
     "Return the parameters that belong to each unit"
     names = {p:n for n,p in model.named_parameters()}
-    left,res = names.keys()-{*unsharded},[]
-    for m in [*units, model]:
-        res.append({names[p]:p for p in m.parameters() if p in left})
-        left -= {*m.parameters()}
-    return res
+    for p in unsharded: names.pop(p)
+    return [{names.pop(p):p for p in m.parameters() if p in names} for m in (*units,model)]
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #2687f41b
 def _check_dtype(model, unit, own):
     "Raise `ValueError` unless the trainable parameters in `own` have one dtype"
-    by_type = groupby([(n,p) for n,p in own.items() if p.requires_grad], lambda o: o[1].dtype)
-    if len(by_type)<2: return
-    often,*_,seldom = sorted(by_type.values(), key=len, reverse=True)
-    (a,p),(b,q) = often[0],seldom[0]
+    names = {} # dtype -> names of parameters
+    for n,p in own.items():
+        if p.requires_grad: names.setdefault(p.dtype, []).append(n)
+    if len(names)<2: return
+    often,*_,seldom = sorted(names.values(), key=len, reverse=True)
+    a,b = often[0],seldom[0]
     cls = type(model.get_submodule(b.rpartition('.')[0])).__name__
-    raise ValueError(f'Parameters of one unit, {type(unit).__name__}, have two dtypes: {a} has {p.dtype}, {b} has {q.dtype}. '
+    raise ValueError(f'Parameters of one unit, {type(unit).__name__}, have two dtypes: {a} has {own[a].dtype}, {b} has {own[b].dtype}. '
         f'HINT: make a unit of the module that differs, by adding its class, {cls}, to transformer_cls_names_to_wrap')
 
 _no_embedding = dict(sparse='a sparse gradient cannot be sharded', max_norm='its forward pass changes the weight, and what is gathered for it is dropped after it')
@@ -202,38 +213,35 @@ def check_units(
             if v: raise ValueError(f'You set {k}={v} for the embedding {n}, but {why}. HINT: do without it, or exclude the embedding with ignored_modules')
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #40e06abe
-def _put(d, to):
-    "Make dict `d` have the items of `to`"
-    for k in d.keys()-to.keys(): del d[k]
-    d.update(to)
-
 def _copies(d): return {k:v if v is None else v.detach().clone() for k,v in d.items()}
+
+def _set(m, attrs, buffers):
+    "Give the module `m` these attributes and buffers, in the dicts that it has"
+    for d,new in ((vars(m),attrs), (attrs['_buffers'],buffers)):
+        d.clear()
+        d.update(new)
 
 class ModuleState:
     "Buffers and attributes of the modules of `unit` as they are now; they have these values inside of the context"
     def __init__(self,
         unit:nn.Module # Of a model, or a model
-    ): self.was = [(m._buffers, _copies(m._buffers), vars(m), {**vars(m)}) for m in unit.modules()]
+    ): self.then = [(m, {**vars(m)}, _copies(m._buffers)) for m in unit.modules()]
 
     def __enter__(self):
-        self.now = [({**buffers}, {**attrs}) for buffers,_,attrs,_ in self.was]
-        for buffers,b,attrs,a in self.was:
-            _put(attrs, a)
-            _put(buffers, _copies(b))
+        self.now = [(m, {**vars(m)}, {**m._buffers}) for m,*_ in self.then]
+        for m,attrs,buffers in self.then: _set(m, attrs, _copies(buffers))
 
     def __exit__(self, *_):
-        for (buffers,_,attrs,_),(b,a) in zip(self.was, self.now):
-            _put(attrs, a)
-            _put(buffers, b)
+        for m,attrs,buffers in self.now: _set(m, attrs, buffers)
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #9c6057ad
-def _innermost(units): return [m for m in units if {*units}.isdisjoint(o for o in m.modules() if o is not m)]
+def _innermost(units): return [m for m in units if _inside(m).isdisjoint(units)]
 
 def recomputed(
     units:list # From `choose_units`
 )->list: # Some of `units`
     "Return those of `units` that have parts, and no other such unit inside"
-    return _innermost([m for m in units if [*m.children()]])
+    return _innermost([*filter(_inside, units)])
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #ce235f6f
 def _recomputed_forward(unit, own, *args, **kwargs):
@@ -253,8 +261,8 @@ def recompute(
 # %% ../../nbs/601_shard.wrap_policy.ipynb #f56ce545
 def _forward(m, own, fast, *args, **kwargs):
     "Run the forward pass of `m`, compiled where it is one of training"
-    f = fast if torch.is_grad_enabled() and m.training else own
-    return f(*args, **kwargs)
+    if torch.is_grad_enabled() and m.training: return fast(*args, **kwargs)
+    return own(*args, **kwargs)
 
 def compile_units(
     model:torch.nn.Module, # Of which `units` are parts
@@ -263,6 +271,8 @@ def compile_units(
 )->Callable: # Puts everything back
     "Compile the forward passes of those of `units` that have none inside, or of `model` where there are none, as `plugin` says, in training"
     if plugin.backend==DynamoBackend.NO: return noop
-    overrides,how = Overrides(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())
-    for m in _innermost(units) or [model]: overrides.override(m, forward=partial(_forward, m, m.forward, torch.compile(m.forward, **how)))
+    overrides,options = Overrides(),plugin.to_kwargs() | dict(backend=plugin.backend.value.lower())
+    for m in _innermost(units) or [model]:
+        compiled = torch.compile(m.forward, **options)
+        overrides.override(m, forward=partial(_forward, m, m.forward, compiled))
     return overrides.close

@@ -16,7 +16,7 @@ from fastdist.launch.fork import *
 from fastdist.parallel.norms import *
 from fastdist.shard.wrap_policy import *
 
-def plan(**kw): return SimpleNamespace(**{**dict(classes=(), min_params=None, policy=None, one_unit=False, ignored=None), **kw})
+def plan(**kw): return SimpleNamespace(**{**dict(classes=(), min_params=None, policy=None, one_unit=False, ignored=()), **kw})
 
 class Attn(nn.Module):
     def __init__(self, d):
