@@ -15,10 +15,10 @@ __all__ = ['is_fastais', 'is_empty', 'makes_plainly', 'fetch_items', 'collate_it
            'watched_workers', 'watching_workers', 'open_batches', 'on_device', 'lies_on']
 
 # %% ../../nbs/202_data.fetch.ipynb #9f3d4283
-import faulthandler,os,signal,sys,sysconfig,time,torch,numpy as np
+import faulthandler,os,re,signal,sys,sysconfig,time,torch,numpy as np
 from collections.abc import Callable
 from contextlib import contextmanager,suppress
-from itertools import takewhile
+from operator import itemgetter
 from weakref import ref
 from fastcore.all import *
 from fastai.data import load
@@ -65,17 +65,17 @@ def makes_plainly(
     return is_fastais(dl, *_steps) and is_empty(dl, 'after_item') and is_empty(dl, 'before_batch')
 
 # %% ../../nbs/202_data.fetch.ipynb #32484e9e
+def _plain_item(ds, i):
+    with suppress(SkipItemException): return ds[i or 0]
+
 def fetch_items(
     dl, # fastai `DataLoader`
     idxs:list, # Numbers of samples
     plain:bool=False # `makes_plainly(dl)`
 )->list:
     "Return the items `idxs` of `dl`, without those that are skipped"
-    if not plain: return [o for o in map(dl.do_item, idxs) if o is not None]
-    ds,res = dl.dataset,[]
-    for i in idxs:
-        with suppress(SkipItemException): res.append(ds[i or 0])
-    return [o for o in res if o is not None]
+    read = partial(_plain_item, dl.dataset) if plain else dl.do_item
+    return [item for item in map(read, idxs) if item is not None]
 
 # %% ../../nbs/202_data.fetch.ipynb #2abf2bbb
 def _stacked(vals, here):
@@ -99,30 +99,32 @@ def collate_items(
     except Exception: return dl.do_batch(items) # raises it again, with more words
 
 # %% ../../nbs/202_data.fetch.ipynb #d35ff5f8
+def _has_text(item): return isinstance(item, tuple) and isinstance(first(item), Tensor) and item[0].ndim==1
+
 def padded_to(
     pad:Callable, # Makes the items of a batch equally long
     longest:int, # Length of the longest text of a batch of which `items` are a part
     items:list # Of samples, whose first field is a text
 ): # Items
     "Return `pad(items)` as they come out with a text of `longest` among them, if such a one comes out as it is"
-    x = items[0][0] if isinstance(items[0], tuple) and items[0] else None
-    if not isinstance(x, Tensor) or x.ndim!=1: return pad(items)
-    if max(len(o[0]) for o in items)>=longest: return pad(items)
-    more = x.new_zeros(longest),*items[0][1:]
-    *res,last = pad([*items,more])
-    return res if len(res)==len(items) and torch.equal(last[0], more[0]) else pad(items)
+    if not _has_text(items[0]) or max(len(text) for text,*_ in items)>=longest: return pad(items)
+    text,*others = items[0]
+    long = text.new_zeros(longest)
+    *res,last = pad([*items, (long,*others)])
+    as_it_is = len(res)==len(items) and torch.equal(last[0], long)
+    return res if as_it_is else pad(items)
 
 # %% ../../nbs/202_data.fetch.ipynb #36253832
-def _indexable(o):
-    "Return whether rows of `o`, taken at once, are to the bit what collated rows are"
-    if type(o) in (np.ndarray,np.memmap): return o.ndim>0 and o.dtype.isnative and o.dtype.char in '?bhilBefd'
-    if type(o) is not Tensor or o.layout is not torch.strided: return False
-    special = o.is_nested or o.is_quantized or o.requires_grad
-    return not special and o.ndim>0 and o.is_contiguous()
+def _indexable(data):
+    "Return whether rows of `data`, taken at once, are to the bit what collated rows are"
+    if type(data) in (np.ndarray,np.memmap): return data.ndim>0 and data.dtype.isnative and data.dtype.char in '?bhilBefd'
+    if type(data) is not Tensor or data.layout is not torch.strided: return False
+    if data.is_nested or data.is_quantized or data.requires_grad: return False
+    return data.ndim>0 and data.is_contiguous()
 
-def _rows(o, idxs):
-    if type(o) is not Tensor: return torch.as_tensor(o[np.array(idxs)])
-    return o.index_select(0, torch.tensor(idxs, device=o.device))
+def _rows(data, idxs):
+    if type(data) is not Tensor: return torch.as_tensor(data[np.array(idxs)])
+    return data.index_select(0, torch.tensor(idxs, device=data.device))
 
 # %% ../../nbs/202_data.fetch.ipynb #4528a421
 def rows(
@@ -131,25 +133,27 @@ def rows(
 ): # Tensor, or a tuple of tensors; `None` for other data sets
     "Return the collated samples `idxs` of a `TensorDataset`, a tensor or an array"
     if set(map(type, idxs))!={int}: return
-    if type(ds) is Subset: return rows(ds.dataset, [ds.indices[i] for i in idxs])
-    many = isinstance(ds, TensorDataset) and type(ds).__getitem__ is _tensors_item
-    cols = ds.tensors if many else (ds,)
-    if not all(map(_indexable, cols)): return
-    try: res = list(map(partial(_rows, idxs=idxs), cols))
+    if type(ds) is Subset: return rows(ds.dataset, list(map(ds.indices.__getitem__, idxs)))
+    many = getattr(type(ds), '__getitem__', None) is _tensors_item
+    columns = ds.tensors if many else (ds,)
+    if not all(map(_indexable, columns)): return
+    try: res = tuple(map(partial(_rows, idxs=idxs), columns))
     except Exception: return # a wrong number, of which the data set itself tells
-    return tuple(res) if many else res[0]
+    return res if many else res[0]
 
 # %% ../../nbs/202_data.fetch.ipynb #7a11d002
 _dump = getattr(signal, 'SIGRTMAX', None) if hasattr(os, 'memfd_create') else None # the signal at which a data worker writes its stack
 
 @contextmanager
-def _writing_stacks(log):
-    "Let processes that are forked inside the context write their stacks into the file `log` at the signal `_dump`"
-    free = log is not None and is_default(_dump)
-    if free: faulthandler.register(_dump, log, all_threads=False)
-    try: yield
-    finally:
-        if free: faulthandler.unregister(_dump)
+def _stack_log():
+    "Yield a file into which processes that are forked inside the context write their stacks at the signal `_dump`; `None` where they cannot"
+    if _dump is None or not is_default(_dump):
+        yield
+        return
+    log = os.fdopen(os.memfd_create('fastdist'), 'w+b', buffering=0)
+    faulthandler.register(_dump, log, all_threads=False)
+    try: yield log
+    finally: faulthandler.unregister(_dump)
 
 def _is_idle_in(line):
     "Return whether a line of a worker's stack is code that brings a worker its work, and not the data set's"
@@ -158,57 +162,66 @@ def _is_idle_in(line):
     return file.startswith(('<frozen ',*_torch,*_ours)) or file.startswith(_stdlib) and 'site-packages' not in file
 
 _package = Path(current_job.__code__.co_filename).parent.parent
-_torch,_ours,_stdlib = (f'{Path(torch.__file__).parent}/',),tuple(f'{_package/o}/' for o in ('base','launch')),f'{sysconfig.get_path("stdlib")}/'
+_torch,_ours,_stdlib = (f'{Path(torch.__file__).parent}/',),(f'{_package}/base/',f'{_package}/launch/'),f'{sysconfig.get_path("stdlib")}/'
 _fetch = 'torch/utils/data/_utils/fetch.py'
 
 # %% ../../nbs/202_data.fetch.ipynb #7a11d003
 class WorkerWatch:
-    "`_try_get_data` of torch's iterator `it`, which raises `RuntimeError` where its data workers live and do nothing"
+    "`_try_get_data` of torch's iterator `batches`, which raises `RuntimeError` where its data workers live and do nothing"
     def __init__(self,
-        it, # Iterator over a loader with data workers
+        batches, # Iterator over a loader with data workers
         log # File into which they write their stacks; `None` where they cannot
-    ): self.it,self.log,self.n,self.before,self.noted = ref(it),log,0,None,False # a strong reference would make the end of the workers wait for the garbage collection
+    ):
+        self.batches,self.log = ref(batches),log # a strong reference would make the end of the workers wait for the garbage collection
+        self.n_vain,self.before,self.printed = 0,None,False # attempts without a batch, looks at the workers before, whether they were printed
 
     def __call__(self, *timeout): # The user's, which torch alone sees to
-        it,job = self.it(),current_job()
-        get = partial(type(it)._try_get_data, it)
+        batches,job = self.batches(),current_job()
+        get = partial(type(batches)._try_get_data, batches)
         if timeout or job is None: return get(*timeout)
         limit = min(60, job.patience/4)
         secs = min(5, limit/4)
         ok,data = get(secs)
-        self.n = 0 if ok else self.n+1 # not by the clock, which goes on while a job is suspended
-        if ok: self.before = None
-        elif self.n*secs>=limit: self._judge(it._workers, self.n*secs)
+        if ok: self.n_vain,self.before = 0,None
+        else: self.n_vain += 1 # not the clock, which goes on while a job is suspended
+        waited = self.n_vain*secs
+        if waited>=limit: self._judge(batches, waited)
         return ok,data
 
-    def _judge(self, workers, secs):
-        "Raise `RuntimeError` if all `workers` are idle, twice in a row and at the same place"
-        now = {w.pid:self._look(w.pid) for w in workers if w.is_alive()}
-        text = f'This rank has waited {secs:.0f} s for its data workers.\n' + '\n'.join(f'Process {pid} {state}\n{stack}' for pid,(state,stack,_) in now.items())
-        if not self.noted: sys.stderr.write(f'fastdist: {text}\n')
-        stuck,self.before,self.noted = now==self.before and all(idle for *_,idle in now.values()),now,True
+    def _judge(self, batches, secs):
+        "Raise `RuntimeError` if all workers of `batches` are idle, twice in a row and at the same place"
+        looks = [self._look(w.pid) for w in batches._workers if w.is_alive()]
+        text = '\n'.join([f'This rank has waited {secs:.0f} s for its data workers.', *map(itemgetter(0), looks)])
+        if not self.printed: sys.stderr.write(f'fastdist: {text}\n')
+        stuck = looks==self.before and all(map(itemgetter(1), looks))
+        self.before,self.printed = looks,True
         if not stuck: return
-        for w in workers: self._end(w)
-        self.it()._shutdown = True # there is nobody left to be told, and a killed worker may hold the lock with which torch would tell it
+        for w in batches._workers: self._end(w)
+        batches._shutdown = True # there is nobody left to be told, and a killed worker may hold the lock with which torch would tell it
         raise RuntimeError(f'{text}\nThey live, and none of them reads data. HINT: begin again from the last Checkpoint; num_workers=0 needs no data workers')
 
     def _look(self, pid):
-        "Return state and stack of process `pid`, and whether it waits outside of the data set"
-        state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] if self.log else '?'
-        if state=='T': return 'is stopped, as by SIGSTOP','',True
-        stack = self._stack(pid) if self.log else []
-        return 'is at' if stack else 'does not show its stack','\n'.join(stack),state=='S' and bool(stack) and all(map(_is_idle_in, stack))
+        "Return what process `pid` does, in words, and whether it waits outside of the data set"
+        hidden = f'Process {pid} does not show its stack\n',False
+        if not self.log: return hidden
+        state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+        if state=='T': return f'Process {pid} is stopped, as by SIGSTOP\n',True
+        stack = self._stack(pid)
+        if not stack: return hidden
+        return '\n'.join([f'Process {pid} is at', *stack]),state=='S' and all(map(_is_idle_in, stack))
 
     def _stack(self, pid):
         "Return the lines of the stack of process `pid` since its fork, the innermost first"
-        start,end,text = os.fstat(self.log.fileno()).st_size,time.monotonic()+1,b''
+        log,end,text = self.log.fileno(),time.monotonic()+1,b''
+        start = os.fstat(log).st_size
         os.kill(pid, _dump)
         while time.monotonic()<end:
             time.sleep(.05)
-            was,text = text,os.pread(self.log.fileno(), 1<<16, start)
-            if text and text==was: break
-        lines = [o for o in text.decode(errors='replace').splitlines() if o.startswith('  File ')]
-        return list(takewhile(lambda o: 'popen_fork.py' not in o, lines))
+            longer = os.pread(log, 1<<16, start)
+            if text and text==longer: break
+            text = longer
+        since_fork,*_ = re.split(r'.*popen_fork\.py', text.decode(errors='replace'))
+        return re.findall('^  File .*', since_fork, re.M)
 
     def _end(self, w):
         with suppress(RuntimeError): # torch raises one where it sees that a worker ends
@@ -217,26 +230,27 @@ class WorkerWatch:
 
 # %% ../../nbs/202_data.fetch.ipynb #7a11d004
 def watched_workers(
-    make:Callable # Called without arguments
+    make:Callable, # Called with `args`
+    *args
 ): # What `make` returns
     "Call `make`, which may start data workers, and watch those of torch's iterator that it returns"
-    log = None if _dump is None or not is_default(_dump) else os.fdopen(os.memfd_create('fastdist'), 'w+b', buffering=0)
-    with _writing_stacks(log): it = make()
+    with _stack_log() as log: it = make(*args)
     if hasattr(it, '_workers') and '_try_get_data' not in vars(it): it._try_get_data = WorkerWatch(it, log) # persistent ones have theirs
     return it
 
 def watching_workers():
     "Return a context manager in which a fastai loader that begins to iterate has its data workers watched"
-    return overridden(load, _loaders=(lambda fake: watched_workers(lambda: _loaders[False](fake)),_loaders[True]))
+    return overridden(load, _loaders=(partial(watched_workers, _loaders[False]),_loaders[True]))
 
 # %% ../../nbs/202_data.fetch.ipynb #1f117a7d
 def open_batches(
     fake # `fake_l` of a fastai `DataLoader`
 ): # Iterator over its batches, before they are put on a device
     "Return torch's iterator over `fake`, with workers seeded and started; in this process, what it iterates over"
-    it = watched_workers(lambda: _loaders[False](fake)) if fake.num_workers else _loaders[True](fake)
-    if fake.num_workers or fake.pin_memory or torch.autograd._profiler_enabled(): return it
-    return getattr(getattr(it, '_dataset_fetcher', None), 'dataset_iter', it)
+    if fake.num_workers: return watched_workers(_loaders[False], fake)
+    it = _loaders[True](fake)
+    if fake.pin_memory or torch.autograd._profiler_enabled(): return it
+    return nested_attr(it, '_dataset_fetcher.dataset_iter', it)
 
 # %% ../../nbs/202_data.fetch.ipynb #864276bb
 def on_device(
@@ -244,8 +258,9 @@ def on_device(
     device # `torch.device`
 ): # As `to_device(b, device)`
     "Return `b` on `device`; plain tensors that are there already are not touched"
-    at = torch.device('cpu') if defaults.use_cuda==False else device
-    return type(b)(b) if lies_on(b, at) else to_device(b, device)
+    if defaults.use_cuda==False: device = torch.device('cpu')
+    if lies_on(b, device): return type(b)(b)
+    return to_device(b, device)
 
 def lies_on(
     b, # Batch

@@ -411,7 +411,7 @@ class GlobalBatches:
             'no place', 'put what it does into the data set, the collate function or a transform')
 
     def _batches(self):
-        with batches_of(self.maker, self.g): it = watched_workers(partial(iter, self.maker))
+        with batches_of(self.maker, self.g): it = watched_workers(iter, self.maker)
         while True:
             with batches_of(self.maker, self.g),watching_workers(): b = next(it, self)
             if b is self: return

@@ -197,7 +197,7 @@ class TorchSource:
         o,d = self.loader,self.partition
         by = ifnone(o.batch_sampler, o.sampler)
         by.set(idxs, d.bs, d.drop_last and not d.ranks.slicing, p if isinstance(o.dataset, PlacedData) else None)
-        it = watched_workers(partial(iter, o))
+        it = watched_workers(iter, o)
         p.begin()
         return it
 
@@ -250,7 +250,7 @@ class TorchAsIs(TorchSource):
         with ExitStack() as stack:
             by = From(getattr(dl, name), p.at, lambda: (stack.close(),p.begin()), ahead, record)
             stack.enter_context(_ordered_by(dl, name, by, p.alive))
-            it = watched_workers(partial(iter, dl))
+            it = watched_workers(iter, dl)
             first = list(islice(it, 1))
         p.begin()
         return chain(first, it)
