@@ -18,28 +18,28 @@ __all__ = ['array_digest', 'items_digest', 'dataset_digest', 'data_digest']
 import os,torch,numpy as np,pandas as pd
 from collections.abc import Mapping
 from hashlib import blake2b
+from itertools import chain
 from pathlib import PurePath
 from numbers import Number
 from torch.utils.data import ConcatDataset,IterableDataset,Subset,TensorDataset
-from torch.utils.data import DataLoader as TorchLoader
 from fastcore.all import *
 from .sharding import *
 
 # %% ../../nbs/201_data.digest.ipynb #bc39606e
 _all,_some,_files = 5000,1000,16
 
-def _at(n):
+def _positions(n):
     "Return the positions of `n` items to compare: all, or evenly spaced ones"
     return list(range(n)) if n<=_all else np.linspace(0, n-1, _some).astype(int).tolist()
 
-def _texts(o):
-    "Return texts that identify item `o`: a path, a plain value, a digest of an array, the type of any other; of a tuple or a dictionary those of its parts"
-    if isinstance(o, (torch.Tensor,np.ndarray)): return [array_digest(o)]
-    if isinstance(o, Mapping): return [t for k,v in o.items() for t in (str(k),*_texts(v))]
-    if type(o) in (tuple,list,L): return ['(', *L(o[:8]).map(_texts).concat()]
-    if isinstance(o, (str,PurePath)): return [str(o)]
-    if isinstance(o, np.generic): o = o.item()
-    return [repr(o) if o is None or isinstance(o, (Number,bytes)) else type(o).__name__]
+def _texts(item):
+    "Return texts that identify `item`: a path, a plain value, a digest of an array, the type of any other; of a tuple or a dictionary those of its parts"
+    if isinstance(item, (torch.Tensor,np.ndarray)): return [array_digest(item)]
+    if isinstance(item, Mapping): return [t for k,v in item.items() for t in (str(k),*_texts(v))]
+    if type(item) in (tuple,list,L): return ['(', *L(item[:8]).map(_texts).concat()]
+    if isinstance(item, (str,PurePath)): return [str(item)]
+    if isinstance(item, np.generic): item = item.item()
+    return [repr(item) if isinstance(item, (Number,bytes,type(None))) else type(item).__name__]
 
 # %% ../../nbs/201_data.digest.ipynb #b2c0aa04
 def _hash(texts, raw=b''): return blake2b('\0'.join(texts).encode(errors='surrogatepass')+raw, digest_size=8).hexdigest()
@@ -50,14 +50,14 @@ def _digest(texts):
     paths = [t for t in texts if os.path.isabs(t) and '\0' not in t]
     if not paths: return _hash(texts)
     root = os.path.commonpath(map(os.path.dirname, paths))
-    sizes = [str(os.path.getsize(p)) for p in paths[::len(paths)//_files+1] if os.path.isfile(p)]
-    return _hash([t.removeprefix(root) for t in texts] + sizes)
+    files = filter(os.path.isfile, paths[::len(paths)//_files+1])
+    return _hash([*(t.removeprefix(root) for t in texts), *map(str, map(os.path.getsize, files))])
 
 # %% ../../nbs/201_data.digest.ipynb #9e01de34
 def _thinned(a):
     "Return evenly spaced numbers of array `a`: few rows of what is on a disk, about 8 of each long dimension behind the first"
     if not a.ndim: return a
-    rows = _at(len(a))
+    rows = _positions(len(a))
     if isinstance(a, np.memmap): rows = rows[::max(1, len(rows)//16)]
     steps = [slice(None, None, max(1, d//8)) for d in a.shape[1:]]
     return a[(slice(None), *steps)][rows]
@@ -69,8 +69,9 @@ def array_digest(
     thin,shape = _thinned(a),[str(tuple(a.shape))]
     if isinstance(thin, torch.Tensor):
         thin = thin.detach().cpu()
-        thin = (thin.double() if thin.is_floating_point() else thin).numpy()
-    if thin.dtype.kind in 'OUS': return _digest(shape+[t for o in thin.ravel().tolist() for t in _texts(o)])
+        if thin.is_floating_point(): thin = thin.double()
+        thin = thin.numpy()
+    if thin.dtype.kind in 'OUS': return _digest(chain(shape, *map(_texts, thin.ravel().tolist())))
     return _hash(shape, np.ascontiguousarray(thin).tobytes())
 
 # %% ../../nbs/201_data.digest.ipynb #6cbc77f6
@@ -84,16 +85,15 @@ def items_digest(
     if isinstance(items, pd.Series): items = items.to_frame()
     if isinstance(items, pd.DataFrame): return _frame_digest(items)
     if isinstance(items, (torch.Tensor,np.ndarray)): return array_digest(items)
-    if isinstance(items, Mapping): return _digest([items_digest(list(o())) for o in (items.keys,items.values)])
+    if isinstance(items, Mapping): return _digest([items_digest([*items]), items_digest([*items.values()])])
     if getattr(type(items), '__getitem__', None) not in _own_items: return
-    texts = [str(len(items))]
-    for i in _at(len(items)): texts += _texts(items[i])
-    return _digest(texts)
+    some = map(items.__getitem__, _positions(len(items)))
+    return _digest(chain([str(len(items))], *map(_texts, some)))
 
 def _frame_digest(df):
-    some = df.iloc[_at(len(df))]
-    cols = [some.index, *(some.iloc[:,i] for i in range(min(df.shape[1], 50)))]
-    return _digest([str(df.shape), *map(str, df.columns), *(array_digest(o.to_numpy()) for o in cols)])
+    some = df.iloc[_positions(len(df))]
+    arrays = [some.index.to_numpy(), *(column.to_numpy() for _,column in some.iloc[:,:50].items())]
+    return _digest([str(df.shape), *map(str, df.columns), *map(array_digest, arrays)])
 
 # %% ../../nbs/201_data.digest.ipynb #cf5c5ccc
 def dataset_digest(
@@ -102,28 +102,30 @@ def dataset_digest(
     "Return a digest of the paths, indices or labels that `ds` was made of, without reading an item"
     if isinstance(ds, IterableDataset): return
     if isinstance(ds, Subset): return _digest([str(items_digest(ds.indices)), str(dataset_digest(ds.dataset))])
-    if isinstance(ds, ConcatDataset): return _digest([str(dataset_digest(o)) for o in ds.datasets])
+    if isinstance(ds, ConcatDataset): return _digest(map(str, map(dataset_digest, ds.datasets)))
     if isinstance(ds, TensorDataset): return _digest(map(array_digest, ds.tensors))
-    mine = items_digest(ds)
-    if mine is not None: return mine
+    own = items_digest(ds)
+    if own is not None: return own
     items = getattr(ds, 'items', None)
     if items is not None and not callable(items): return items_digest(items)
-    attrs = sorted(getattr(ds, '__dict__', {}).items())
-    found = {k:items_digest(o) for k,o in attrs if _may_be_data(o, ds)}
-    texts = [f'{k}={d}' for k,d in found.items() if d is not None]
-    return _digest(texts) if texts else None
+    texts = []
+    for k,v in sorted(getattr(ds, '__dict__', {}).items()):
+        if not _may_be_data(v, ds): continue
+        digest = items_digest(v)
+        if digest is not None: texts.append(f'{k}={digest}')
+    if texts: return _digest(texts)
 
 # %% ../../nbs/201_data.digest.ipynb #721f9e17
-def _may_be_data(o, ds):
-    "Return whether `o` is as long as `ds`, and has plain values only"
+def _may_be_data(v, ds):
+    "Return whether `v` is as long as `ds`, and has plain values only"
     try:
-        if len(o)!=len(ds): return False
-        return not isinstance(o, (list,tuple)) or all(_plain(o[i]) for i in _at(len(o)))
+        if len(v)!=len(ds): return False
+        return not isinstance(v, (list,tuple)) or all(map(_is_plain, map(v.__getitem__, _positions(len(v)))))
     except (TypeError,AttributeError,NotImplementedError): return False
 
-def _plain(o):
-    if type(o) in (tuple,list): return all(map(_plain, o[:8]))
-    return isinstance(o, (str,PurePath,Number,bytes,torch.Tensor,np.ndarray))
+def _is_plain(v):
+    if type(v) in (tuple,list): return all(map(_is_plain, v[:8]))
+    return isinstance(v, (str,PurePath,Number,bytes,torch.Tensor,np.ndarray))
 
 # %% ../../nbs/201_data.digest.ipynb #9dd5382e
 def _quiet(f, o):
@@ -139,12 +141,11 @@ def data_digest(
     "Return `number of {name} samples`, `{name} batch size`, `{name} drop_last`, `{name} sampler`, `{name} data set` and the digests `{name} items` and `{name} sampler's choice` of loader `dl`"
     dl = vars(dl).get('dl', dl)
     bs,drop_last = batching(dl)
-    if isinstance(dl, TorchLoader):
-        by,choices = sampler(dl),('indices','weights')
-        how = type(by).__name__
-    else: by,choices,how = dl,('wgts',),f'{type(dl).__name__}, shuffle={dl.shuffle}'
-    choice = [getattr(by, k) for k in choices if getattr(by, k, None) is not None]
-    texts = [str(_quiet(items_digest, o)) for o in choice]
+    if is_torch(dl):
+        by = sampler(dl)
+        how,choices = type(by).__name__,[getattr(by, k, None) for k in ('indices','weights')]
+    else: how,choices = f'{type(dl).__name__}, shuffle={dl.shuffle}',[getattr(dl, 'wgts', None)]
+    texts = [str(_quiet(items_digest, choice)) for choice in choices if choice is not None]
     return {f'number of {name} samples':n_samples(dl), f'{name} batch size':bs, f'{name} drop_last':drop_last,
         f'{name} sampler':how, f'{name} data set':type(dl.dataset).__name__,
         f'{name} items':_quiet(dataset_digest, dl.dataset), f"{name} sampler's choice":_digest(texts) if texts else None}

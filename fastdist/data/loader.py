@@ -18,7 +18,6 @@ __all__ = ['DistributedDL', 'StepDL', 'is_loader', 'user_loaders', 'named_loader
 # %% ../../nbs/205_data.loader.ipynb #80ab23ae
 import torch,numpy as np
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from copy import copy
 from torch import distributed as dist
@@ -43,7 +42,8 @@ _ConstantFunc = private('fastai.learner:_ConstantFunc')
 class DistributedDL(TfmdDL):
     "`TfmdDL` over this rank's share of `dl`, in blocks; changes of `dl` take effect in the next pass"
     _default,slicing,in_step = 'dl',False,False
-    source = seeding = rank = world_size = partition = weights = totals = None
+    seeding = None # with a seed: tells the place of a pass, and runs batch transforms
+    source = rank = world_size = partition = weights = totals = None
 
     def __init__(self,
         dl, # fastai or torch `DataLoader`; for a share, the loader inside
@@ -52,14 +52,14 @@ class DistributedDL(TfmdDL):
         device=None, # Device of the batches; `dl`'s by default
         splits:bool=False # Whether the batch of `dl` is that of all ranks; each rank's by default
     ):
-        self.seeding = dl.seeding if isinstance(dl, DistributedDL) else None # with a seed: tells the place of a pass, and runs batch transforms
-        self.dl = dl = dl.dl if isinstance(dl, DistributedDL) else dl
+        if isinstance(dl, DistributedDL): self.seeding,dl = dl.seeding,dl.dl
+        self.dl = dl
         self._in_job = rank is None or world_size is None
         w = this_world() if self._in_job else World()
         self.rank,self.world_size = ifnone(rank, w.rank),ifnone(world_size, w.size)
         World(self.rank, self.world_size) # Raise `WorldError` unless they go together
         self._splits,self.weights,self.totals,self._pass,self._next = splits,{},{},Pass(),Pass()
-        if device is not None or isinstance(dl, TorchLoader): self.device = device
+        if device is not None or is_torch(dl): self.device = device
         self.follow()
 
     def _source_now(self):
@@ -69,8 +69,8 @@ class DistributedDL(TfmdDL):
         single = self.slicing and self.world_size==1 and not seeded
         ranks = Division(self.rank, self.world_size, self.slicing, single, seeded, self._splits)
         if ways: return GlobalBatches(dl, StreamPartition(replace(ranks, slicing=True), n_samples(dl), bs, drop_last), ways)
-        if isinstance(dl, TorchLoader): return torch_source(dl, ranks, bs, drop_last)
-        return fastai_source(dl, ranks, bs, drop_last)
+        make = torch_source if is_torch(dl) else fastai_source
+        return make(dl, ranks, bs, drop_last)
 
     def follow(self):
         "Take over the present settings of `dl`; keep persistent data workers unless their settings have changed"
@@ -118,27 +118,28 @@ class DistributedDL(TfmdDL):
 
     def _over(self, p):
         "Return an iterator over the batches of pass `p`"
-        p.seeds = self.seeding and self.seeding.seeds
+        if self.seeding: p.seeds = self.seeding.seeds
         p.start(self.source)
         self._pass,self.weights,self.totals = p,{},{}
-        return p.read_past(self._batches(p), self.source) if p.past else self._batches(p)
+        batches = self._batches(p)
+        return p.read_past(batches, self.source) if p.past else batches
 
     def _batches(self, p):
         "Yield this rank's batches in pass `p`, on the device and after the batch transforms"
-        o,torchs = self.source,isinstance(self.dl, TorchLoader) or self.source.finished
-        o.start()
-        for b in o.open(p, self._draw()):
+        source = self.source
+        source.start()
+        for b in source.open(p, self._draw()):
             p.done += 1
-            if torchs: yield b if self.device is None else to_device(b, self.device)
-            else: yield self._transformed(p, b)
-        o.close(p)
-        vars(o.maker).pop('it', None)
+            if not source.finished: yield self._transformed(p, b)
+            else: yield b if self.device is None else to_device(b, self.device)
+        source.close(p)
+        vars(source.maker).pop('it', None)
 
     def _transformed(self, p, b):
         "Return batch `b` of a fastai loader on its device, after the batch transforms"
-        device = (self if '_device' in vars(self) else self.dl).device
+        owner = self if '_device' in vars(self) else self.dl
         if self.dl.pin_memory and type(b)==list: b = tuple(b)
-        if device is not None: b = on_device(b, device)
+        if owner.device is not None: b = on_device(b, owner.device)
         if is_empty(self.dl, 'after_batch'): return b
         return self.after_batch(b) if p.seeds is None else self.seeding.transformed(self, p, b)
 
@@ -152,11 +153,11 @@ class DistributedDL(TfmdDL):
 
     def one_batch(self):
         "Return the first batch of this rank's share; nothing is exchanged"
-        o = self.another()
-        if o.n is not None and len(o)==0: raise ValueError('this loader does not contain any batches')
+        share = self.another()
+        if share.n is not None and len(share)==0: raise ValueError('this loader does not contain any batches')
         try:
-            with nullcontext() if isinstance(o.dl, TorchLoader) else o.source.fake_l.no_multiproc(): return first(o._over(Pass()))
-        finally: vars(o.source.maker).pop('it', None)
+            with share.source.in_process(): return first(share._over(Pass()))
+        finally: vars(share.source.maker).pop('it', None)
 
     def another(self):
         "Return another share of the same loader; a pass over it leaves weights and workers of this one as they are"
@@ -214,9 +215,10 @@ class DistributedDL(TfmdDL):
         gather:bool=True # Whether to gather the rows of all ranks, in a process group
     ): # As `b`
         "Return `b` detached, gathered and without padding"
-        b = self._to_detach(b, cpu, gather)
-        p = self._pass
-        return apply(partial(_without_padding, *p.partition.padding(p.done-1)), b) if gather and p.done else b
+        b,p = self._to_detach(b, cpu, gather),self._pass
+        if not gather or not p.done: return b
+        rows,padding = p.partition.padding(p.done-1)
+        return apply(partial(_without_padding, rows, padding), b) if padding else b
 
 # %% ../../nbs/205_data.loader.ipynb #14a86000
 def _of_dl(k, *default):
@@ -240,8 +242,7 @@ def _of_all(x):
 
 def _without_padding(rows, padding, x):
     "Return tensor `x` without its last `padding` of `rows` rows"
-    if not padding or not isinstance(x, torch.Tensor): return x
-    if not x.ndim or len(x)%rows: return x
+    if not isinstance(x, torch.Tensor) or not x.ndim or len(x)%rows: return x
     return x[:len(x)-len(x)//rows*padding]
 
 # %% ../../nbs/205_data.loader.ipynb #9569cd09
@@ -249,8 +250,11 @@ class StepDL(DistributedDL):
     "`DistributedDL` for training and evaluation: slices of each global batch, in the same number of steps on every rank"
     slicing,by_hand = True,None # called with the share where it is gone over outside of a phase
     _draw,new,get_idxs = DistributedDL.get_idxs,_of_dl('new'),_of_dl('get_idxs')
-    def __iter__(self): return super().__iter__() if self.in_step or self.by_hand is None else self.by_hand(self)
-    def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='by_hand'}
+    def __iter__(self):
+        if self.in_step or self.by_hand is None: return super().__iter__()
+        return self.by_hand(self)
+
+    def __getstate__(self): return vars(self) | dict(by_hand=None)
     def to_detach(self, b, cpu=True, gather=True):
         "Return `b` detached, without gathering"
         return to_detach(b, cpu, gather=False)
@@ -290,6 +294,7 @@ def as_drawn(
     return used[mine.argsort()]
 
 # %% ../../nbs/205_data.loader.ipynb #8acf0a2a
+def _users(dl): return dl.dl if isinstance(dl, DistributedDL) else dl
 def _counters(dl): return [o for o in loader_and_samplers(dl) if hasattr(o, 'set_epoch') and hasattr(o, 'epoch')]
 
 def has_workers(
@@ -297,14 +302,14 @@ def has_workers(
 )->bool:
     "Return whether persistent data workers of `dl` are running, so that its next pass draws no seed for them"
     if isinstance(dl, DistributedDL): dl = dl.source.loader
-    return isinstance(dl, TorchLoader) and dl._iterator is not None
+    return is_torch(dl) and dl._iterator is not None
 
 # %% ../../nbs/205_data.loader.ipynb #3767fe41
 def order_state(
     dl # fastai or torch `DataLoader`, or a share of one
 )->dict: # Plain values, tensors and arrays
     "Return all that the order of the next pass of `dl` depends on, besides the global random states"
-    alive,dl = has_workers(dl),dl.dl if isinstance(dl, DistributedDL) else dl
+    alive,dl = has_workers(dl),_users(dl)
     docs = list(dl.items.idxs) if hasattr(dl, 'make_chunks') else None
     return dict(random=loader_random(dl), documents=docs, epochs=[o.epoch for o in _counters(dl)], alive=alive)
 
@@ -313,8 +318,9 @@ def set_order_state(
     state:dict # What `order_state` returned, for a loader made in the same way
 ):
     "Set the state of `dl` to `state`; for `alive` see `resume_at`"
-    dl = dl.dl if isinstance(dl, DistributedDL) else dl
-    if len(state['random'])!=len(loader_random(dl)): raise ValueError(f'The loader had {len(state["random"])} random generators, and has {len(loader_random(dl))}. HINT: make it as before')
+    dl = _users(dl)
+    there,now = len(state['random']),len(loader_random(dl))
+    if there!=now: raise ValueError(f'The loader had {there} random generators, and has {now}. HINT: make it as before')
     set_loader_random(dl, state['random'])
-    for i,o in enumerate(state['documents'] or []): dl.items.idxs[i] = o # in place: lengths have the same list
-    for o,n in zip(_counters(dl), state['epochs'], strict=True): o.epoch = n
+    for i,doc in enumerate(state['documents'] or []): dl.items.idxs[i] = doc # in place: lengths have the same list
+    for counter,n in zip(_counters(dl), state['epochs'], strict=True): counter.epoch = n

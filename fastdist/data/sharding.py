@@ -23,8 +23,8 @@ where a pass over a loader begins, with whom, and how far it is."""
 
 # %% auto #0
 __all__ = ['int_type', 'shuffled_range', 'ceil_div', 'part', 'even_slice', 'block', 'slices', 'pick', 'listed', 'not_overridden',
-           'global_order', 'as_order', 'sampler', 'batching', 'has_batches', 'n_samples', 'agreed', 'Division',
-           'Partition', 'StreamPartition', 'BatchPartition', 'Pass']
+           'global_order', 'as_order', 'is_torch', 'sampler', 'batching', 'has_batches', 'n_samples', 'agreed',
+           'Division', 'Partition', 'StreamPartition', 'BatchPartition', 'Pass']
 
 # %% ../../nbs/200_data.sharding.ipynb #919b0f56
 import pickle,random,torch,zlib,numpy as np
@@ -158,6 +158,12 @@ def as_order(
     return np.array(idxs) if idxs and whole else idxs
 
 # %% ../../nbs/200_data.sharding.ipynb #9db4924e
+def is_torch(
+    dl # fastai or torch `DataLoader`
+)->bool:
+    "Return whether `dl` is a loader of torch, which has samplers; fastai's has methods"
+    return isinstance(dl, TorchLoader)
+
 def _batch_sampler(dl):
     "Return the batch sampler of torch loader `dl` if it is torch's own `BatchSampler`, else `None`"
     res = getattr(dl, 'batch_sampler', None)
@@ -174,9 +180,9 @@ def batching(
     dl # fastai or torch `DataLoader`
 )->tuple: # Samples in a batch, `None` if a batch sampler of the user or nothing makes batches; whether a ragged batch is left out
     "Return batch size and `drop_last` of `dl`"
-    if not isinstance(dl, TorchLoader): return dl.bs,dl.drop_last
-    o = ifnone(_batch_sampler(dl), dl)
-    return o.batch_size,o.drop_last
+    if not is_torch(dl): return dl.bs,dl.drop_last
+    owner = ifnone(_batch_sampler(dl), dl)
+    return owner.batch_size,owner.drop_last
 
 def has_batches(
     dl # torch `DataLoader`
@@ -189,10 +195,10 @@ def n_samples(
     dl # fastai or torch `DataLoader`
 )->int: # Samples in an epoch, or batches of the user's own batch sampler; `None` if unknown
     "Return the number of samples of `dl`"
-    if not isinstance(dl, TorchLoader): return getattr(dl, 'partial_n', None) or dl.n
-    o = dl.batch_sampler if has_batches(dl) else sampler(dl)
-    if isinstance(dl.dataset, IterableDataset): o = dl.dataset
-    try: return len(o)
+    if not is_torch(dl): return getattr(dl, 'partial_n', None) or dl.n
+    counted = dl.batch_sampler if has_batches(dl) else sampler(dl)
+    if isinstance(dl.dataset, IterableDataset): counted = dl.dataset
+    try: return len(counted)
     except TypeError: return None
 
 # %% ../../nbs/200_data.sharding.ipynb #3f29911d
@@ -255,6 +261,19 @@ class Partition:
         "Return this rank's part of the order `idxs`"
         return pick(idxs, self._places(self.ranks.rank))
 
+    def mine(self, m):
+        "Return the slice of this rank among `m` samples of a global batch; the first sample where it has none"
+        return even_slice(m, self.ranks.rank, self.ranks.size)
+
+    def end(self, idxs):
+        "Return the number of samples of this rank's part `idxs` that it reads; in blocks without a ragged last batch that is left out"
+        n = len(idxs)
+        return n-n%self.each if self.drop_last and not self.ranks.slicing else n
+
+    def total(self, k):
+        "Return the number of samples of batch `k` on all ranks"
+        return self.totals.get(k, self.g)
+
     def set_size(self, k, m):
         "Set weight and total of batch `k`, which has `m` samples on all ranks"
         lo,hi = part(m, self.ranks.rank, self.ranks.size)
@@ -280,6 +299,9 @@ class Partition:
         "Return the number of steps, the same on all ranks"
         return 0 if self.n is None else self.n_batches()
 
+    def record(self, b): "Note batch `b`, the next one of a single process, where sizes are not known before"
+    def end_pass(self): "Note that no batch follows those that were recorded"
+
     def n_before(self,
         k:int # Number of a batch
     )->int:
@@ -292,7 +314,7 @@ class Partition:
         "Return how many rows all ranks gather of batch `k`"
         size = self.ranks.size
         if self.ranks.slicing:
-            m = self.totals.get(k, self.g)
+            m = self.total(k)
             return max(m, size),max(size-m, 0)
         if self.n is None: return 1,0
         per = ceil_div(self.n, size)
@@ -304,7 +326,7 @@ class Partition:
         k:int # Number of a batch
     )->tuple:
         "Return this rank's first row in global batch `k`, the number of its rows, and that of all ranks; needs slices"
-        m = self.totals.get(k, self.g)
+        m = self.total(k)
         lo,hi = part(m, self.ranks.rank, self.ranks.size)
         return lo,hi-lo,m
 
@@ -326,10 +348,6 @@ class StreamPartition(Partition):
     def n_steps(self):
         "Return the number of global batches read so far"
         return len(self.read)
-
-    def mine(self, m):
-        "Return the slice of this rank among `m` samples of a global batch; the first sample where it has none"
-        return even_slice(m, self.ranks.rank, self.ranks.size)
 
 # %% ../../nbs/200_data.sharding.ipynb #25086a18
 class BatchPartition(Partition):
@@ -353,6 +371,8 @@ class BatchPartition(Partition):
         "Note the size of batch `b`, the next one of a single process"
         self.totals[len(self.lens)] = len(b)
         self.lens.append(len(b))
+
+    def end_pass(self): self.n = len(self.lens)
 
     def _sizes(self):
         "Return the number of samples of each rank in each step"

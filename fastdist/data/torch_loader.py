@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import ExitStack,contextmanager
 from copy import copy
 from itertools import chain,count,islice
+from operator import attrgetter
 from fastcore.all import *
 from torch.utils.data import DistributedSampler,TensorDataset,default_collate,get_worker_info
 from torch.utils.data import DataLoader as TorchLoader
@@ -40,36 +41,35 @@ class Batches:
     def set(self,
         idxs, # Samples: an array or a list
         bs:int=None, # Samples in a batch; `idxs` one by one by default
-        drop_last:bool=False, # Whether to leave out a ragged last batch
+        end:int=None, # Number of samples; all by default
         p:Pass=None # Pass with a seed, in which each sample travels with its place
     ):
         "Set the samples and the batch size of the next pass"
-        self.idxs,self.bs,self.p,self.end = idxs,bs,p,len(idxs)
-        if drop_last: self.end -= self.end%bs
+        self.idxs,self.bs,self.p = idxs,bs,p
+        self.each,self.end = bs or 1,ifnone(end, len(idxs))
 
     def _lists(self):
         "Yield the batches; where there are none, lists of one sample"
-        each = self.bs or 1
-        for k in range(0, self.end, each): yield listed(self.idxs[k:min(k+each, self.end)])
+        for k in range(0, self.end, self.each): yield listed(self.idxs[k:min(k+self.each, self.end)])
 
     def __iter__(self):
-        its = self._lists() if self.bs else chain.from_iterable(self._lists())
-        return its if self.p is None else with_places(its, self.p)
+        batches = self._lists() if self.bs else chain.from_iterable(self._lists())
+        return batches if self.p is None else with_places(batches, self.p)
 
-    def __len__(self): return ceil_div(self.end, self.bs or 1)
+    def __len__(self): return ceil_div(self.end, self.each)
 
 # %% ../../nbs/204_data.torch_loader.ipynb #2778f187
 def with_places(
-    its, # Batches of this rank in the pass `p`, or single samples
+    batches, # Of this rank in the pass `p`, or single samples
     p:Pass # With `seeds`
 ):
-    "Yield each batch of `its` as `Placed`, with its seeds and its rows in the global batch"
-    d,seeds = p.partition,p.seeds.within('data', own=[])
-    at = iter(d.positions(d.ranks.rank)[d.n_before(p.skip):].tolist())
-    for k,o in enumerate(its, p.skip):
-        b = o if isinstance(o, list) else [o]
-        res = Placed(b, list(islice(at, len(b))), k)
-        res.seeds,res.rows = seeds,d.rows(k)
+    "Yield each batch of `batches` as `Placed`, with its seeds and its rows in the global batch"
+    partition,seeds = p.partition,p.seeds.within('data', own=[])
+    places = iter(partition.positions(partition.ranks.rank)[partition.n_before(p.skip):].tolist())
+    for k,b in enumerate(batches, p.skip):
+        b = b if isinstance(b, list) else [b]
+        res = Placed(b, list(islice(places, len(b))), k)
+        res.seeds,res.rows = seeds,partition.rows(k)
         yield res
 
 class PlacedData:
@@ -98,7 +98,7 @@ class CheckedCollate:
     "Collate function `f` of the user, whose batches must have the rows of their samples"
     def __init__(self, f): self.f,self.grows = f,False
     def __call__(self, b):
-        if b and all(o is None for o in b): raise skipped(len(b), b)
+        if {*map(type, b)}=={type(None)}: raise skipped(len(b), b)
         res = self.f(b)
         if self.grows or rows_match(res, len(b)): return res
         self.grows,_ = grows_with(self.f, b, res)
@@ -140,37 +140,29 @@ def of_all_ranks(
     return res
 
 # %% ../../nbs/204_data.torch_loader.ipynb #fd55ed0c
-class TorchSource:
+class TorchSource(Source):
     "One rank's batches of a torch loader with a sampler, or with batches of the user's own, around which `loader` is made, with all that the user's has"
-    finished,sequence,in_turn = False,'',None
+    finished = True
     def __init__(self,
         dl, # The user's loader
         partition:Partition # Samples of each rank, as far as they are known
     ):
         self.dl = self.maker = dl
         self.partition = partition
-        parts = [getattr(dl, k) for k in [*_for_workers,'dataset','sampler','batch_sampler']]
+        parts = attrgetter(*_for_workers, 'dataset', 'sampler', 'batch_sampler')(dl)
         self.key = type(self),partition.bs,partition.drop_last,partition.ranks.seeded,*map(id, parts)
-
-    def take_workers(self, old):
-        "Use the loader of the source `old`, and its persistent data workers, unless their settings have changed"
-        self.loader = old.loader if old is not None and old.key==self.key else self.make()
 
     def make(self):
         "Return a loader over what `open` sets, with workers as the user's, and a generator of its own to seed them from"
-        dl,ds,ranks = self.dl,self.dl.dataset,self.partition.ranks
-        kw = {k:getattr(dl, k) for k in _for_workers} | dict(pin_memory_device=getattr(dl, 'pin_memory_device', ''), generator=torch.Generator())
-        kw['worker_init_fn'] = InitWorker(dl.worker_init_fn)
+        dl,ds = self.dl,self.dl.dataset
+        kw = {k:getattr(dl, k) for k in _for_workers}
+        kw.update(pin_memory_device=getattr(dl, 'pin_memory_device', ''), generator=torch.Generator(), worker_init_fn=InitWorker(dl.worker_init_fn))
         plain = type(ds) in (list,tuple,TensorDataset) and dl.collate_fn is default_collate
-        if ranks.seeded and not plain: ds = PlacedData(ds)
+        if self.partition.ranks.seeded and not plain: ds = PlacedData(ds)
         if dl.batch_sampler is None: return TorchLoader(ds, batch_size=None, sampler=Batches(), **kw)
         kw['collate_fn'] = checked_collate(dl.collate_fn)
         if isinstance(ds, PlacedData): kw['collate_fn'] = PlacedCollate(kw['collate_fn'], ds)
         return TorchLoader(ds, batch_sampler=Batches(), **kw)
-
-    def n_batches(self): return self.partition.n_batches()
-    def start(self): pass
-    def close(self, p): pass
 
     def _order(self, p):
         "Return the order that the user's sampler draws, after the seed of data workers; persistent ones keep theirs"
@@ -194,12 +186,12 @@ class TorchSource:
 
     def open(self, p, idxs):
         "Return an iterator over this rank's batches, with data workers seeded and started"
-        o,d = self.loader,self.partition
-        by = ifnone(o.batch_sampler, o.sampler)
-        by.set(idxs, d.bs, d.drop_last and not d.ranks.slicing, p if isinstance(o.dataset, PlacedData) else None)
-        it = watched_workers(iter, o)
+        loader,placed = self.loader,isinstance(self.loader.dataset, PlacedData)
+        by = ifnone(loader.batch_sampler, loader.sampler)
+        by.set(idxs, self.partition.bs, self.partition.end(idxs), p if placed else None)
+        batches = watched_workers(iter, loader)
         p.begin()
-        return it
+        return batches
 
 # %% ../../nbs/204_data.torch_loader.ipynb #fde86807
 class From:
@@ -246,18 +238,19 @@ class TorchAsIs(TorchSource):
     def open(self, p, idxs):
         "Return an iterator over the batches of the user's loader itself"
         dl,name = self.dl,'sampler' if self.dl.batch_sampler is None else 'batch_sampler'
-        ahead,record = dl.num_workers*(dl.prefetch_factor or 0),p.partition.record if isinstance(p.partition, BatchPartition) else noop
+        ahead = dl.num_workers*(dl.prefetch_factor or 0)
         with ExitStack() as stack:
-            by = From(getattr(dl, name), p.at, lambda: (stack.close(),p.begin()), ahead, record)
+            def begin():
+                stack.close()
+                p.begin()
+            by = From(getattr(dl, name), p.at, begin, ahead, p.partition.record)
             stack.enter_context(_ordered_by(dl, name, by, p.alive))
-            it = watched_workers(iter, dl)
-            first = list(islice(it, 1))
+            batches = watched_workers(iter, dl)
+            first = list(islice(batches, 1))
         p.begin()
-        return chain(first, it)
+        return chain(first, batches)
 
-    def close(self, p):
-        "Note how many batches the user's own batch sampler made"
-        if isinstance(p.partition, BatchPartition): p.partition.n = len(p.partition.lens)
+    def close(self, p): p.partition.end_pass()
 
 # %% ../../nbs/204_data.torch_loader.ipynb #8a31a1dc
 def torch_source(
