@@ -14,11 +14,13 @@ __all__ = ['gap', 'scales', 'joined', 'distance', 'matching', 'first_place', 'Ro
 
 # %% ../../nbs/804_tools.comparison.ipynb #b163e5c8
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
+from ..base.values import *
 from .trace import *
 
 # %% ../../nbs/804_tools.comparison.ipynb #e10556e9
@@ -31,17 +33,18 @@ def gap(
     x,y = a[1],b[1]
     if a[0]!=b[0] or len(x)!=len(y): return math.inf
     if torch.equal(x, y): return 0.
-    if not x.is_floating_point() or not y.is_floating_point(): return math.inf
-    ok = x.isfinite()
-    if not torch.equal(ok, y.isfinite()) or not torch.equal(x[~ok].nan_to_num(), y[~ok].nan_to_num()): return math.inf
-    x,y = x[ok],y[ok]
+    if torch.int64 in (x.dtype,y.dtype): return math.inf
+    finite = x.isfinite()
+    if not same_value(x.masked_fill(finite, 0.), y.masked_fill(y.isfinite(), 0.)): return math.inf
+    x,y = x[finite],y[finite]
     if not len(x): return 0.
     return float((x-y).abs().max()/max(x.abs().max(), y.abs().max(), scale, 1e-30))
 
 def _kind(name):
     "Return what gradients have in common, or optimizer states of a kind; empty for other values"
     if name.startswith('gradient of'): return 'gradient'
-    return name.rpartition(': ')[2] if 'optimizer state of' in name else ''
+    if 'optimizer state of' in name: return name.rpartition(': ')[2]
+    return ''
 
 def scales(
     values:dict # Name -> shape and numbers
@@ -49,8 +52,8 @@ def scales(
     "Return a tenth of the largest element of gradients, and of each kind of optimizer state"
     res = {}
     for n,(_,v,*_) in values.items():
-        k = _kind(n)
-        if k and v.is_floating_point() and len(v): res[k] = max(res.get(k, 0.), .1*v.abs().max().item())
+        kind = _kind(n)
+        if kind and v.is_floating_point() and len(v): res[kind] = max(res.get(kind, 0.), .1*v.abs().max().item())
     return res
 
 # %% ../../nbs/804_tools.comparison.ipynb #3ace992f
@@ -59,11 +62,11 @@ def joined(
 )->dict: # Key -> what the shapes have in common, and the numbers of all samples
     "Put the samples of ranks together, without those that some rank lacks, or has in a shape that does not fit"
     res = {}
-    for k in ranks[0]:
+    for k in ranks[0] if ranks else ():
         parts,shapes = [o.get(k) for o in ranks],set()
         if not all(parts): continue
         for shape,dim,rows in parts: shapes.add((dim,shape[dim]//len(rows),*shape[:dim],*shape[dim+1:]))
-        if len(shapes)==1: res[k] = shapes.pop(),torch.cat([o[2] for o in parts])
+        if len(shapes)==1: res[k] = shapes.pop(),torch.cat([rows for *_,rows in parts])
     return res
 
 def distance(
@@ -79,19 +82,23 @@ def distance(
 
 # %% ../../nbs/804_tools.comparison.ipynb #3ace9930
 def _columns(a, b):
-    "Return for `a` and `b` a row for each sample of the batch, a column for each tensor that both have"
-    columns = []
+    "Return for `a` and `b` a row for each sample of the batch, a column for each tensor that both have; `None` where there is none, or not for all samples"
+    xs,ys = [],[]
     for k,(shape,x) in a.items():
-        if k[:2]==('the batch',0) and k in b and b[k][0]==shape: columns.append((x,b[k][1]))
-    if not columns or any(len({*map(len, o)})>1 for o in zip(*columns)): return None,None
-    return [torch.stack(o).T.nan_to_num() for o in zip(*columns)]
+        other,y = b.get(k, (None,None))
+        if k[:2]!=('the batch',0) or other!=shape: continue
+        xs.append(x)
+        ys.append(y)
+    with suppress(RuntimeError): return torch.stack(xs).T.nan_to_num(),torch.stack(ys).T.nan_to_num()
+    return None,None
+
+def _n_distinct(rows): return len(torch.unique((rows*1e4).round(), dim=0))
 
 def _identifying(a, b):
     "Return the columns of `a` and `b` that have the same numbers; all of them if these do not identify the samples of `a`"
     same = (a.sort(0)[0]-b.sort(0)[0]).abs().amax(0)<1e-4
-    if not same.any(): return a,b
-    distinct,of_all = [len(torch.unique((o*1e4).round(), dim=0)) for o in (a[:,same],a)]
-    return (a[:,same],b[:,same]) if distinct==of_all else (a,b)
+    if same.any() and _n_distinct(a[:,same])==_n_distinct(a): return a[:,same],b[:,same]
+    return a,b
 
 # %% ../../nbs/804_tools.comparison.ipynb #3ace9931
 def matching(
@@ -119,11 +126,13 @@ def first_place(
 )->str: # Empty where no place differs
     "Return the first transform, module or callback that gave other values for the same samples"
     for k,(_,x) in a.items():
-        off = distance(a, b, k, torch.arange(len(x)) if at is None else at)
+        off = distance(a, b, k, ifnone(at, torch.arange(len(x))))
         if off and off>floor: return k[0]
     return ''
 
 # %% ../../nbs/804_tools.comparison.ipynb #8c5cc26b
+_moments = dict(training='after step {}', validation='in batch {} of the validation', end='after the validation')
+
 @dataclass
 class Row:
     "One value after one step: the distance between two runs in it, and what rounding does to it"
@@ -140,27 +149,34 @@ class Row:
     @property
     def when(self):
         "Moment in words"
-        fit = f' of fit {self.fit+1}' if self.fit else ''
-        if self.part=='training': return f'after step {self.step+1}'+fit
-        return ('after the validation' if self.part=='end' else f'in batch {self.step+1} of the validation')+fit
+        res = _moments[self.part].format(self.step+1)
+        if self.fit: res += f' of fit {self.fit+1}'
+        return res
 
     def by(self,
         repeated:bool # Whether `rounding` is known
     )->str:
         "Return the difference in words"
-        res = f'by {self.gap:.2g} of its size' if math.isfinite(self.gap) else 'with another value or shape'
         if self.values: res = 'with {1:.6g} on rank {2} instead of {0:.6g}'.format(*self.values, self.rank)
-        return res+f' (rounding alone: {self.rounding:.1g})' if repeated else res
+        elif math.isfinite(self.gap): res = f'by {self.gap:.2g} of its size'
+        else: res = 'with another value or shape'
+        if repeated: res += f' (rounding alone: {self.rounding:.1g})'
+        return res
 
 # %% ../../nbs/804_tools.comparison.ipynb #dd156ce2
 _samples,_batch,_predicted = 'the samples of the batch','the batches that make a step','the predictions'
 
-def _samples_of(ranks, k): return joined([o[k] for o in ranks]) if ranks else {}
+def _samples_of(ranks, kind): return joined([o[kind] for o in ranks])
+
+def _missing(indices):
+    "Return the distance of samples whose `indices` are from `matching`"
+    return math.inf if indices is None else 0.
 
 def _cancelled(moments):
     "Return in words where `moments` cancelled a batch"
-    found = first(x for o in moments for x in o['cancelled'])
-    return f' It begins in {found}, which leaves batches out by what one rank knows.' if found else ' One of them recorded fewer.'
+    for moment in moments:
+        for place in moment['cancelled']: return f' It begins in {place}, which leaves batches out by what one rank knows.'
+    return ' One of them recorded fewer.'
 
 # %% ../../nbs/804_tools.comparison.ipynb #dd156ce3
 class ComparedStep:
@@ -181,26 +197,26 @@ class ComparedStep:
 
     def _row(self, name, gap, rounding, rank=0, values=(), clock=False, low=0.):
         "Return a `Row`; `clock` tells of a number that may be one, and `low` of a value that rounding changes more"
-        low = max(self.floor, low)
-        most = 1e-3 if clock else 1e-2 # that rounding may make
+        floor,most = max(self.floor, low),1e-2 # that rounding may make
+        if clock: most = 1e-3
         if self.draws: most = 10*self.floor
-        random = rounding>most if self.again else clock and gap>low
-        differs = not random and gap>max(low, 30*rounding)
+        if self.again: random = rounding>most
+        else: random = clock and gap>floor
+        differs = not random and gap>max(floor, 30*rounding)
         return Row(self.one['fit'], self.one['part'], self.one['i'], name, gap, rounding, rank, differs, random, values)
 
     def rows(self)->list:
         "Return samples of the batch first, then what is computed of them, then what objects hold, at last predictions"
         res,part = [],self.one['part']
         if part!='end':
-            other,reordered = [math.inf if o is None else 0. for o in (self.matches,self.rematches)]
-            res.append(self._row(_samples, other, reordered if self.again else 0.))
+            rounding = _missing(self.rematches) if self.again else 0.
+            res.append(self._row(_samples, _missing(self.matches), rounding))
         losses = ('loss','Recorder.losses','learn.smooth_loss') if self._has_own_losses() else ()
         for n,v in self.one['values'].items():
-            if not n.startswith(losses): res.append(self._value(n, v))
+            if not n.startswith(losses): res.append(self._value(n, *v))
         if part=='validation':
-            k = _predicted,0,0
-            off,rounding = distance(self.points, self.many, k, self.matches),distance(self.points, self.repeated, k, self.rematches)
-            res.append(self._row(_predicted, off or 0., rounding or 0.))
+            pairs = (self.many,self.matches),(self.repeated,self.rematches)
+            res.append(self._row(_predicted, *(distance(self.points, other, (_predicted,0,0), at) or 0. for other,at in pairs)))
         return res
 
     def _has_own_losses(self):
@@ -210,26 +226,28 @@ class ComparedStep:
             if any(gap(losses[0], o)>self.floor for o in losses): return True
         return False
 
-    def _value(self, name, v):
-        kind = _kind(name)
-        scale,rounding,values = self.sizes.get(kind, 0.),0.,()
-        gaps = {r:gap(v, o['values'][name], scale) for r,o in enumerate(self.b) if name in o['values']}
+    def _gaps(self, name, moments):
+        "Return index -> gap in `name` for those of `moments` that have it"
+        v,scale = self.one['values'][name],self.sizes.get(_kind(name), 0.)
+        return {r:gap(v, o['values'][name], scale) for r,o in enumerate(moments) if name in o['values']}
+
+    def _value(self, name, shape, numbers, held):
+        gaps,rounding,values = self._gaps(name, self.b),0.,()
         rank = max(gaps, key=gaps.get, default=0)
         most = gaps.get(rank, math.inf)
         if most==math.inf: most = self._of_samples(name)
-        if self.again:
-            w = self.again[0]['values'].get(name)
-            rounding = gap(v, w, scale) if w else math.inf
+        if self.again: rounding = self._gaps(name, self.again[:1]).get(0, math.inf)
         if gaps:
-            w = self.b[rank]['values'][name]
-            if len(v[1])==len(w[1])==1: values = v[1].item(),w[1].item()
-        clock = v[2] and v[0]==() and v[1].is_floating_point()
-        return self._row(name, most, rounding, rank, values, clock, 3e-4 if kind else 0.)
+            others = self.b[rank]['values'][name][1]
+            if len(numbers)==len(others)==1: values = numbers.item(),others.item()
+        clock = held and shape==() and numbers.is_floating_point()
+        return self._row(name, most, rounding, rank, values, clock, 3e-4 if _kind(name) else 0.)
 
     def _of_samples(self, name):
         "Return the distance between samples in the value `name`, infinity where not every rank has some"
         a,b = _samples_of(self.a, 'samples'),_samples_of(self.b, 'samples')
-        if self.one['part']=='end' and self.matches is None and name in a and name in b: return 0. # one rank had a later last batch
+        one_was_later = self.one['part']=='end' and self.matches is None # its last batch is another
+        if one_was_later and name in a and name in b: return 0.
         return ifnone(distance(a, b, name, self.matches), math.inf)
 
     def may_coincide(self,
@@ -256,19 +274,20 @@ class ComparedStep:
     )->str: # Begins with a space, or empty
         "Return in words where the difference of `row` begins"
         if row.name==_batch: return _cancelled((*self.b, *self.a))
-        one,many = sum(o['n'] for o in self.a),sum(o['n'] for o in self.b)
+        one,many = [sum(map(itemgetter('n'), run)) for run in (self.a,self.b)]
         if row.name==_samples and one!=many: return f' The batch has {many} samples instead of {one}.'
         place,owner = self._place(row),row.name.partition('.')[0]
         if place=='the batch': return ' It begins with the loader, which gives other samples.'
-        others = ': what it computes depends on the other samples of a batch' if len(self.a)!=len(self.b) else ''
-        if place: return f' It begins in {place}, which gives other values for the same samples{others}.'
-        v = self.one['values'].get(row.name)
-        if v and v[2] and owner not in ('model','loss_func','learn'): return f' {owner} holds it, and changes it by the samples of one rank.'
+        if place:
+            others = ': what it computes depends on the other samples of a batch' if len(self.a)!=len(self.b) else ''
+            return f' It begins in {place}, which gives other values for the same samples{others}.'
+        *_,held = self.one['values'].get(row.name, [False])
+        if held and owner not in ('model','loss_func','learn'): return f' {owner} holds it, and changes it by the samples of one rank.'
         if row.name=='loss': return ' Predictions are the same, so it begins in the loss, or in a callback that changes it.'
         if _kind(row.name)!='gradient': return ''
-        between = ', '.join(self.one['between'][:3])
-        where = f', where there is {between}.' if between else '.'
-        return ' Loss and predictions are the same but for rounding, so it begins in how the loss reduces a batch, or between the loss and the gradients'+where
+        res = ' Loss and predictions are the same but for rounding, so it begins in how the loss reduces a batch, or between the loss and the gradients'
+        if self.one['between']: res += f', where there is {", ".join(self.one["between"][:3])}'
+        return res+'.'
 
 # %% ../../nbs/804_tools.comparison.ipynb #57353137
 def read_trace(
@@ -283,6 +302,8 @@ def read_trace(
     return res
 
 # %% ../../nbs/804_tools.comparison.ipynb #57353139
+def _ranks(n): return f'{n} ranks' if n>1 else 'one process'
+
 class Comparison:
     "Report of two traces: `ok`, the `first` value that differs and its `origin`, and `rows` of all that was compared"
     def __init__(self,
@@ -290,8 +311,8 @@ class Comparison:
         b, # Path of the trace that should be the same
         again=None # Trace of another run of the first script, which shows what rounding does and what is random
     ):
-        runs = read_trace(a),read_trace(b),read_trace(again) if again else []
-        one,many,_ = runs
+        one,many = map(read_trace, (a,b))
+        runs = one,many,read_trace(again) if again else []
         everything = [o for rank in one+many for o in rank.values()]
         self.names,self.sizes,self.repeated = (a,b),(len(one),len(many)),bool(again)
         self.draws = uniqueify(n for o in everything for n in o['draws'])
@@ -306,9 +327,10 @@ class Comparison:
                 random = self.repeated and not repetition
                 self.rows.append(Row(*k, _batch, math.inf, 0., differs=not random, random=random))
         self.origin,row = '',self.first
-        if row: # of a moment that only one of the runs has, all moments are looked at
-            found = moments.get((row.fit,row.part,row.step))
-            self.origin = found.origin(row) if found else _cancelled(everything[::-1])
+        if not row: return
+        found = moments.get((row.fit,row.part,row.step))
+        if found: self.origin = found.origin(row)
+        else: self.origin = _cancelled(everything[::-1]) # only one of the runs has the moment
 
     def _add(self, moment):
         "Add the rows of `moment`; behind a value that is random a difference may be so too"
@@ -343,21 +365,22 @@ class Comparison:
     def _repr_pretty_(self, p, cycle): p.text(str(self))
 
     def _summary(self):
-        one,many = [f'{n} ranks' if n>1 else 'one process' for n in self.sizes]
-        if one==many: one,many = map(str, self.names)
+        one,many = map(_ranks, self.sizes)
+        if one==many: one,many = self.names
         rows,row = self.compared,self.first
         if not rows: return 'fastdist: nothing could be compared, since no fit of a Learner was recorded'
         if self.unlike: return (f'fastdist: nothing can be said, since two runs of {one} differ in their loss: something draws numbers '
             'that no seed of Python, NumPy or torch decides, such as os.urandom')
         if row: return f'fastdist: {many} differ from {one}, first in {row.name} {row.when}, {row.by(self.repeated)}.{self.origin}'
-        steps,most = len({(o.fit,o.step) for o in self.rows if o.part=='training'}),max(rows, key=lambda o: o.gap)
-        alone = f'; rounding alone makes {max(o.rounding for o in rows):.1g}' if self.repeated else ''
-        return (f'fastdist: {many} compute what {one} computes: {len(rows)} values in {steps} step{"s"*(steps!=1)}, '
-            f'largest difference {most.gap:.1g} ({most.name}){alone}')
+        steps,most = len({(o.fit,o.step) for o in self.rows if o.part=='training'}),max(rows, key=attrgetter('gap'))
+        res = (f'fastdist: {many} compute what {one} computes: {len(rows)} values in {steps} step{"s"*(steps!=1)}, '
+            f'largest difference {most.gap:.1g} ({most.name})')
+        if self.repeated: res += f'; rounding alone makes {max(map(attrgetter("rounding"), rows)):.1g}'
+        return res
 
     def _others(self):
-        row = self.first
-        names = [o.name for o in self.compared if o.differs and (o.fit,o.when)==(row.fit,row.when)][1:]
+        _,*others = [o for o in self.compared if o.differs] or [None]
+        names = [o.name for o in others if (o.fit,o.when)==(self.first.fit,self.first.when)]
         return f'Also different then: {some_of(names, 5)}' if names else ''
 
     def _left(self):
