@@ -45,17 +45,18 @@ _most = 4096 # numbers that are recorded of a tensor
 
 def _plain(t):
     "Return the values of tensor `t` on the CPU; complex ones as pairs"
-    t = t.detach().as_subclass(Tensor).cpu()
-    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    values = t.detach().as_subclass(Tensor).cpu()
+    if values.is_complex(): return torch.view_as_real(values.resolve_conj())
+    return values
 
 def summary(
     t:Tensor # Of any shape; not sparse
 )->tuple: # Shape, and at most 4,096 numbers of float64 or int64
     "Return the elements of `t`, or sums over equal parts of it"
-    flat = _plain(t).reshape(-1)
-    flat = flat.double() if flat.is_floating_point() else flat.long()
-    if len(flat)>_most: flat = F.pad(flat, (0, -len(flat)%_most)).view(_most, -1).sum(1)
-    return tuple(t.shape),flat.clone()
+    values = _plain(t).reshape(-1)
+    numbers = values.double() if values.is_floating_point() else values.long()
+    if len(numbers)>_most: numbers = F.pad(numbers, (0, -len(numbers)%_most)).view(_most, -1).sum(1)
+    return tuple(t.shape),numbers.clone()
 
 # %% ../../nbs/803_tools.trace.ipynb #8df09267
 def per_sample(
@@ -68,19 +69,16 @@ def per_sample(
     rows = _plain(t).movedim(dim, 0).reshape(n, -1).double()
     return tuple(t.shape),dim,rows@torch.arange(1., rows.shape[1]+1).double().sin()/math.sqrt(rows.shape[1])
 
-def _is_local(t): return t.layout==torch.strided and not hasattr(t, '_local_tensor') # not of a tensor in shards
-
 def tensors_in(
     o # Nested tuples, lists and dicts
 )->list:
     "Return the tensors in `o` that are no single numbers, and neither sparse nor in shards"
-    ts = [t for _,t in leaves('', o) if isinstance(t, Tensor)]
-    return [t for t in ts if t.ndim and t.numel() and _is_local(t)]
+    return [t for _,t in leaves('', o) if is_local(t) and t.ndim and t.numel()]
 
 # %% ../../nbs/803_tools.trace.ipynb #7a106290
 def _number(v):
     "Return `v` as a tensor if it is a number, a tensor or an array of numbers"
-    if isinstance(v, Tensor): return v if _is_local(v) else None
+    if is_local(v): return v
     if isinstance(v, int) and abs(v)>=2**63: v = float(v)
     if isinstance(v, int|float|complex): v = np.asarray(v)
     if not isinstance(v, np.ndarray|np.generic) or v.dtype.kind not in 'biufc': return
@@ -89,18 +87,19 @@ def _number(v):
 def _whole(t, p):
     "Return all of a tensor that may be sparse or in shards, or is a rank's part of the state of parameter `p`; all ranks take part"
     if not isinstance(t, Tensor): return t
-    if hasattr(p, '_local_tensor') and t.ndim and _is_local(t) and t.shape==p.to_local().shape:
+    if hasattr(p, '_local_tensor') and t.ndim and is_local(t) and t.shape==p.to_local().shape:
         t = type(p.data).from_local(t, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
     if hasattr(t, 'full_tensor'): t = t.full_tensor()
-    return t.to_dense() if t.layout!=torch.strided else t
+    return t.to_dense()
 
 def _gathered(values):
     "Return what is numbers in `values`, as `optimizer_values` has them, with tensors put together"
     res = {}
     for n,v in values.items():
         param = n.partition('optimizer state of ')[2].rpartition(': ')[0]
-        res[n] = _number(_whole(v, values.get(param)))
-    return {n:t for n,t in res.items() if t is not None}
+        t = _number(_whole(v, values.get(param)))
+        if t is not None: res[n] = t
+    return res
 
 # %% ../../nbs/803_tools.trace.ipynb #c01d6c38
 _others = Metric|Learner|Callback # have a place of their own
@@ -120,7 +119,9 @@ def numbers_in(
     elif isinstance(v, dict): items = v.items()
     elif not isinstance(v, list|tuple|L|set|frozenset|deque): return {}
     elif len(v) and all(isinstance(o, Real) for o in v):
-        return {name:torch.tensor(sorted(v) if isinstance(v, set|frozenset) else [*v]).double()}
+        numbers = [*v]
+        if isinstance(v, set|frozenset): numbers.sort()
+        return {name:torch.tensor(numbers).double()}
     else: items = enumerate(islice(v, _most))
     res = {}
     for k,o in items: res |= numbers_in(f'{name}.{k}', o, seen)
@@ -130,12 +131,15 @@ def numbers_in(
 _of_module = set(vars(nn.Module()))
 _of_batch = 'xb','yb','pred','loss','loss_grad' # attributes of a Learner that are recorded as samples and as the loss
 
-def _rank(): return dist.get_rank() if grouped() else 0
+def _place():
+    "Return this rank and the number of ranks"
+    if grouped(): return dist.get_rank(),dist.get_world_size()
+    return 0,1
 
 def _runs_here(cb):
     "Return whether `cb` is not ours, and runs on this rank"
     if type(cb).__module__.partition('.')[0]=='fastdist': return False
-    return not _rank() or not is_rank0_only(cb)
+    return _place()[0]==0 or not is_rank0_only(cb)
 
 # %% ../../nbs/803_tools.trace.ipynb #f437cf60
 def script_values(
@@ -143,12 +147,13 @@ def script_values(
 )->dict: # Name -> tensor
     "Return the numbers that modules, the loss, callbacks and the Learner hold, and further models and optimizers"
     objects = objects_of(learn) | {'learn':learn}
-    seen = {id(o) for o in (learn.opt, getattr(learn.opt, 'opt', None), learn.dls, learn.cbs, learn.metrics)}
-    seen |= {id(o) for o in objects.values() if isinstance(o, nn.Module)}
+    modules = [o for o in objects.values() if isinstance(o, nn.Module)]
+    seen = set(map(id, (learn.opt, getattr(learn.opt, 'opt', None), learn.dls, learn.cbs, learn.metrics, *modules)))
     res = {}
     for k,o in objects.items():
         if isinstance(o, Callback) and not _runs_here(o): continue
-        elsewhere = _of_batch if o is learn else ()
+        elsewhere = ()
+        if o is learn: elsewhere = _of_batch
         if isinstance(o, nn.Module): elsewhere = _of_module
         for a,v in getattr(o, '__dict__', {}).items():
             if a not in elsewhere: res |= numbers_in(f'{k}.{a}', v, seen)
@@ -156,8 +161,7 @@ def script_values(
 
 # %% ../../nbs/803_tools.trace.ipynb #af2efceb
 def _named_modules(learn):
-    modules = {n:m for n,m in objects_of(learn).items() if isinstance(m, nn.Module)}
-    return {id(m):n+source_line(type(m).forward) for n,m in modules.items()}
+    return {id(m):n+source_line(type(m).forward) for n,m in objects_of(learn).items() if isinstance(m, nn.Module)}
 
 def _named_transform(f):
     if type(f) is Transform and hasattr(f, 'encodes'): return f.name+source_line(f.encodes.methods[0].implementation)
@@ -191,7 +195,7 @@ class BatchWatch(Overrides):
         who:str=None # What has run; by default what is running, or what runs after the event
     ):
         "Record who has drawn if a generator has moved"
-        if who is None: who = self.running[-1] if self.running else self.after
+        if who is None: who = [self.after, *self.running][-1]
         now = global_random()
         if who and not same_value(now, self.last): self.draws.setdefault(who)
         self.last = now
@@ -204,10 +208,11 @@ class BatchWatch(Overrides):
         if not self.n: return
         ts = tensors_in(out)
         self.low |= {t.dtype for t in ts if t.is_floating_point() and t.itemsize<4}
-        found = {i:per_sample(t, self.n) for i,t in enumerate(ts)}
-        if not any(found.values()): return
+        samples = [per_sample(t, self.n) for t in ts]
+        if not any(samples): return
         k = self.times[name] = self.times.get(name, -1)+1
-        self.points |= {(name,k,i):o for i,o in found.items() if o}
+        for i,found in enumerate(samples):
+            if found: self.points[name,k,i] = found
 
     def _enter(self, m, args):
         if id(m) not in self.names: return
@@ -247,17 +252,18 @@ class BatchWatch(Overrides):
         "Return inputs, targets and predictions if they are others than at the last call"
         learn = self.learn
         now = learn.xb,learn.yb,getattr(learn, 'pred', None)
-        was,self.shown = self.shown,[(id(t),0 if t.is_inference() else t._version) for t in tensors_in(now)]
-        return now if self.shown!=was else ()
+        was,self.shown = self.shown,[(id(t),t.is_inference() or t._version) for t in tensors_in(now)]
+        if self.shown==was: return ()
+        return now
 
 # %% ../../nbs/803_tools.trace.ipynb #e5188c8e
 class AfterCallback(Callback):
     "Reports each event of a batch to `watch` after callback `cb` has answered it; without `cb`, where it begins"
-    def __init__(self, watch, cb=None): vars(self).update(watch=watch, cb=cb, order=cb.order if cb else -10_000, learn=watch.learn)
+    def __init__(self, watch, cb=None): vars(self).update(watch=watch, cb=cb, order=getattr(cb, 'order', -10_000), learn=watch.learn)
     def __call__(self, event_name):
         if event_name not in _inner_loop: return
         if self.cb is None: self._begin(event_name)
-        elif _runs_here(self.cb) and (hasattr(type(self.cb), event_name) or event_name in vars(self.cb)): self._end(event_name)
+        elif _runs_here(self.cb) and inspect.getattr_static(self.cb, event_name, None): self._end(event_name)
 
     def _begin(self, event_name):
         watch = self.watch
@@ -324,9 +330,10 @@ class Trace(OverridingCallback):
 
     def _open(self):
         "Begin a file, or go on with that of earlier fits of this process"
-        self.file,self.done,self.draws,self.low,self.cancelled,self.grads = rank_file(self.path, _rank()),[0,0],{},set(),[],{}
-        size = dist.get_world_size() if grouped() else 1
-        self.head,self.moments,self.fit = dict(run=f'{os.getpid()}-{_run}', rank=_rank(), size=size, torch=str(torch.__version__)),[],0
+        rank,size = _place()
+        self.file,self.done,self.moments,self.fit = rank_file(self.path, rank),[0,0],[],0
+        self.draws,self.low,self.cancelled,self.grads = {},set(),[],{}
+        self.head = dict(run=f'{os.getpid()}-{_run}', rank=rank, size=size, torch=str(torch.__version__))
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
             found,moments = read_file(self.file)
@@ -335,11 +342,11 @@ class Trace(OverridingCallback):
 
     def _save(self): write_atomically(partial(torch.save, dict(head=self.head, moments=self.moments)), self.file)
 
-    def _write(self, part, i, n, points, computed=None, held=None, **more):
+    def _write(self, part, i, n, points, computed={}, held={}, **more):
         "Record moment `i` of `part`: the samples in `points`, values that are `computed`, those that objects of the script hold, and `more`"
         floor = max([1e-5, *(8*torch.finfo(o).eps for o in self.low)]) # relative difference that rounding explains
         values,samples = {},{}
-        for found in (computed or {}, held or {}):
+        for found in (computed,held):
             values |= {k:(*summary(t), found is held) for k,t in found.items()} # what is held may be a clock
             samples |= {k:per_sample(t, n) for k,t in found.items() if t.ndim}
         more |= dict(fit=self.fit, part=part, i=i, n=n, floor=floor, draws=[*self.draws], cancelled=self.cancelled)
@@ -357,8 +364,10 @@ class Trace(OverridingCallback):
     def before_batch(self): self.stepped = not self.training
     def after_step(self): self.stepped = True
     def after_backward(self):
-        params = user_model(self.learn).named_parameters() if self.watch else ()
-        self.grads = {f'gradient of {n}':_whole(p.grad, p).clone() for n,p in params if p.grad is not None}
+        self.grads = {}
+        if not self.watch: return
+        for n,p in user_model(self.learn).named_parameters():
+            if p.grad is not None: self.grads[f'gradient of {n}'] = _whole(p.grad, p).clone()
     def after_cancel_batch(self):
         "Record where a batch was cancelled"
         at = [o for o in extract_tb(sys.exc_info()[2]) if not Path(o.filename).is_relative_to(_folder)]
@@ -400,7 +409,7 @@ class TraceEnd(SystemExit): "Raised where a run ends that is compared"
 def _other_digits(learn):
     "Change each weight by 8 units in its last digit, up or down"
     g = torch.Generator().manual_seed(0)
-    for p in {p:None for p in (*user_model(learn).parameters(), *L(learn.opt.param_lists).concat())}:
+    for p in dict.fromkeys((*user_model(learn).parameters(), *L(learn.opt.param_lists).concat())):
         signs = 2*torch.randint(2, p.shape, generator=g).to(p)-1
         if p.is_floating_point(): p.data *= 1+8*torch.finfo(p.dtype).eps*signs
 
@@ -446,10 +455,10 @@ class ShortTrace(Trace):
         self.fits,self.again = fits,again
 
     def _on_with_events(self, run, f, event_type, ex, final=noop):
-        states = self.learn._grab_cbs(Checkpoint) if event_type=='fit' and not self.busy else []
-        for o in states: self.learn.remove_cb(o)
-        run = self.learn._with_events if states else partial(super()._on_with_events, run)
-        run(f, event_type, ex, final)
+        states = self.learn._grab_cbs(Checkpoint)
+        if event_type!='fit' or self.busy or not states: return super()._on_with_events(run, f, event_type, ex, final)
+        self.learn.remove_cbs(states)
+        self.learn._with_events(f, event_type, ex, final)
 
     def before_fit(self):
         if not self.busy or not self.again or self.fit: return
@@ -476,5 +485,7 @@ def trace_from(
     env:dict # Environment
 )->Trace: # `None` where `env` has no `FASTDIST_TRACE`
     "Return the trace that `FASTDIST_TRACE` asks for; `FASTDIST_AUDIT` has the arguments of a `ShortTrace` as JSON"
-    if not (path := env.get('FASTDIST_TRACE')): return
-    return ShortTrace(path, **json.loads(env['FASTDIST_AUDIT'])) if 'FASTDIST_AUDIT' in env else Trace(path)
+    path = env.get('FASTDIST_TRACE')
+    if not path: return
+    if 'FASTDIST_AUDIT' in env: return ShortTrace(path, **json.loads(env['FASTDIST_AUDIT']))
+    return Trace(path)
