@@ -3246,6 +3246,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'fastdist/state/consistency.py'),
                                             'fastdist.state.consistency.Samples.__init__': ( 'state.consistency.html#samples.__init__',
                                                                                              'fastdist/state/consistency.py'),
+                                            'fastdist.state.consistency._coarse': ( 'state.consistency.html#_coarse',
+                                                                                    'fastdist/state/consistency.py'),
                                             'fastdist.state.consistency._first_difference': ( 'state.consistency.html#_first_difference',
                                                                                               'fastdist/state/consistency.py'),
                                             'fastdist.state.consistency._flat': ( 'state.consistency.html#_flat',

@@ -52,18 +52,23 @@ def model_facts(
     lazy = [n for n,p in chain(model.named_parameters(), model.named_buffers()) if is_lazy(p)]
     if lazy: raise everywhere(ValueError(f'You use a model whose {some_of(lazy)} have no shape yet, so ranks cannot start from the same weights. HINT: let it see a batch before the context: '
         '`learn.model.to(learn.dls.device)(*learn.dls.one_batch()[:learn.dls.n_inp])`'))
-    ps = dict(model.named_parameters())
-    shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n,p in ps.items()]
-    numbers = sum(p.numel() for p in ps.values()),sum(p.numel() for p in ps.values() if p.requires_grad)
-    return {'numbers of parameters, all and trainable':numbers,
+    shapes,n_all,n_trainable = [],0,0
+    for n,p in model.named_parameters():
+        shapes.append((n, tuple(p.shape), str(p.dtype), p.requires_grad))
+        n_all += p.numel()
+        n_trainable += p.numel()*p.requires_grad
+    return {'numbers of parameters, all and trainable':(n_all,n_trainable),
         'names and shapes of parameters, as a checksum':zlib.crc32(repr(shapes).encode())}
 
 # %% ../../nbs/406_state.consistency.ipynb #5a7e0001
 @lru_cache(maxsize=512)
 def _parameters(cls):
     "Return the names of the parameters with which `cls` and its bases are made"
-    inits = [vars(c).get('__init__') for c in cls.__mro__]
-    return [k for f in inits if isinstance(f, FunctionType) for k in inspect.signature(f).parameters]
+    res = []
+    for base in cls.__mro__:
+        init = vars(base).get('__init__')
+        if isinstance(init, FunctionType): res += inspect.signature(init).parameters
+    return res
 
 def plain_text(
     v # Anything
@@ -84,7 +89,7 @@ def _made_with(o):
     res,has = {},getattr(o, '__dict__', {})
     if isinstance(o, BaseLoss): res['func'] = o.func
     if isinstance(o, nn.Module): has = has | o._buffers
-    for k in _parameters(type(o)) if not isinstance(o, type) else ():
+    for k in _parameters(type(o)):
         for a in (f'_{k}',k):
             if a in has: res[k] = has[a]
     methods = getattr(getattr(o, 'encodes', None), 'methods', ()) # of a fastai transform
@@ -103,7 +108,8 @@ def object_facts(
         if shown is not None: res[k] = shown
         elif isinstance(v, (list,tuple,dict)):
             items = v.items() if isinstance(v, dict) else enumerate(v)
-            for i,x in items if len(v)<=16 else (): add(f'{k}.{i}', x)
+            if len(v)>16: return
+            for i,x in items: add(f'{k}.{i}', x)
         elif deep and callable(v) and (modules or not isinstance(v, nn.Module)):
             for n,t in object_facts(v, deep-1, modules).items(): res[f'{k}.{n}'.strip('.')] = t
     for k,v in _made_with(o).items(): add(str(k), v)
@@ -123,8 +129,8 @@ _learned = 'vocab','classes','mean','std','means','stds','na_dict' # what fastai
 def _shown(v):
     "Return text for the value `v` of a transform: its beginning, and a digest where it is long"
     if isinstance(v, dict): text = '; '.join(f'{k}: {_shown(o)}' for k,o in v.items())
-    elif is_listy(v) or isinstance(v, CollBase): text = str([str(o) for o in v])
-    else: text = str(v.tolist() if hasattr(v, 'tolist') else v)
+    elif is_listy(v) or isinstance(v, CollBase): text = str([*map(str, v)])
+    else: text = str(getattr(v, 'tolist', lambda: v)())
     if len(text)<200: return text
     return f'{text[:120]}…, checksum {zlib.crc32(text.encode(errors="surrogatepass")):08x}'
 
@@ -134,8 +140,8 @@ def transform_facts(
     "Return what the transforms of `dl` and its data set were made with, and have learned from data"
     dl = vars(dl).get('dl', dl)
     ds = getattr(dl, 'dataset', None)
-    pipes = [getattr(o, 'tfms', None) for o in getattr(ds, 'tls', [ds])]+[getattr(ds, 'procs', None)]
-    pipes += [getattr(dl, k, None) for k in ('after_item','before_batch','after_batch')]
+    pipes = [getattr(o, 'tfms', None) for o in getattr(ds, 'tls', [ds])]
+    pipes += getattrs(ds, 'procs')+getattrs(dl, 'after_item', 'before_batch', 'after_batch')
     tfms = [t for p in pipes if isinstance(p, Pipeline) for t in p.fs]
     res = {f'transform {i}':object_facts(t) for i,t in enumerate(tfms)}
     res['data set'] = {k:v for k,v in object_facts(ds).items() if '.' in k} # its own numbers may be those of a rank or node
@@ -145,6 +151,8 @@ def transform_facts(
     return res
 
 # %% ../../nbs/406_state.consistency.ipynb #2a52ec4b
+_tasks = dict(fit='a fit', validate='an evaluation')
+
 def learner_facts(
     learn:Learner, # About to fit or to evaluate
     task:str, # 'fit' or 'validate'
@@ -152,7 +160,7 @@ def learner_facts(
 )->dict: # Name -> plain value
     "Return the facts that all ranks must share for `task`"
     fits,seed = task=='fit',seed_of(learn)
-    res = {'tasks':'a fit' if fits else 'an evaluation'}
+    res = {'tasks':_tasks[task]}
     if seed is not None: res['seeds'] = seed
     if fits: res['numbers of epochs'] = learn.n_epoch
     reduction = plain_text(getattr(learn.loss_func, 'reduction', None))
@@ -160,8 +168,8 @@ def learner_facts(
     res['metrics'] = [name_of(getattr(m, 'func', m)) for m in learn.metrics]
     res |= model_facts(learn.model) | module_facts(learn.model, 'the model')
     res |= module_facts(loss_module(learn.loss_func), 'the loss') | {'the loss function':object_facts(learn.loss_func)}
-    if fits: res['the optimizer function'] = object_facts(learn.opt_func)
-    dls = named_loaders(learn.dls) if fits else {'evaluation':learn.dl}
+    if fits: dls,res['the optimizer function'] = named_loaders(learn.dls),object_facts(learn.opt_func)
+    else: dls = {'evaluation':learn.dl}
     for name,dl in dls.items():
         if is_loader(dl): res |= data_digest(dl, name) | {f'{name} {k}':v for k,v in transform_facts(dl).items()}
     if fits and isinstance(learn.opt, Optimizer):
@@ -184,7 +192,7 @@ def _without_number(text, rank): return re.sub(rf'(?<![\d.]){rank}(?![\d.])', ''
 
 def _is_of_rank(name, vals, ranks):
     "Return whether an argument of `name` is or contains the number of each of `ranks`, or differs from it by the same on all as seeds do"
-    if not all(isinstance(v, str) for v in vals): return False
+    if {*map(type, vals)}!={str}: return False
     if len({*map(_without_number, vals, ranks)})==1: return True
     of_data = name.startswith(('training','validation','evaluation'))
     if not of_data or not all(re.fullmatch(r'-?\d+', v) for v in vals): return False
@@ -194,15 +202,16 @@ def _is_of_rank(name, vals, ranks):
 def _flat(facts):
     "Return `facts` with an entry for each argument, `(name, argument)`, and `(name, None)` for other values"
     res = {}
-    for k,v in facts.items():
-        for a,text in v.items() if isinstance(v, dict) else [(None,v)]: res[k,a] = text
+    for name,v in facts.items():
+        if isinstance(v, dict): res |= {(name,arg):text for arg,text in v.items()}
+        else: res[name,None] = v
     return res
 
 def _first_difference(tables, local_ranks):
     "Return name, argument and values of the first fact in which ranks differ, `None` where only their own numbers do"
-    for key in dict.fromkeys(k for t in tables for k in t):
+    for key in dict.fromkeys(chain(*tables)):
         vals = [t.get(key) for t in tables]
-        if all(v==vals[0] for v in vals): continue
+        if vals.count(vals[0])==len(vals): continue
         of_rank = [_is_of_rank(key[0], vals, ranks) for ranks in (range(len(vals)),local_ranks)]
         if key[1] is None or not any(of_rank): return *key,vals
 
@@ -216,10 +225,11 @@ def check_alike(
     found = _first_difference([*map(_flat, all_)], local_ranks)
     if not found: return
     of,arg,vals = found
-    name = of
-    if arg is not None: name = f'{arg} of {of} ({facts.get(of, {}).get("")})' if arg else f'class of {of}'
+    if arg is None: name = of
+    elif arg: name = f'{arg} of {of} ({facts.get(of, {}).get("")})'
+    else: name = f'class of {of}'
     digests = all(re.fullmatch('[0-9a-f]{16}', str(v)) for v in vals) # they tell nobody more
-    name += '' if digests else f': {vals}'
+    if not digests: name += f': {vals}'
     if len(set(places))>1: name += f'. Rank {" and rank ".join(f"{r} is at {p}" for r,p in enumerate(places[:4]))}'
     hint = first(o for pattern,o in _hints.items() if re.search(pattern, of))
     raise everywhere(ValueError(f'Ranks have different {name}. HINT: {hint}'))
@@ -232,21 +242,22 @@ def sample_values(
     "Return what the sample `item` consists of"
     parts,res = {'item':item},{}
     if isinstance(item, (tuple,list)):
-        parts = {f'input {i}' if i<n_inp else f'target {i-n_inp}':o for i,o in enumerate(item)}
+        parts = dict(zip([*map('input {}'.format, range(n_inp)), *map('target {}'.format, range(len(item)))], item))
     for n,v in leaves('', parts):
+        if isinstance(v, (int,float)): res[n] = v
         if isinstance(v, (np.ndarray,np.generic)) and v.dtype.kind in 'biuf': v = torch.as_tensor(np.asarray(v))
-        if not isinstance(v, (Tensor,int,float)): continue
-        coarse = isinstance(v, Tensor) and v.numel() and (v.is_floating_point() or v.dtype==torch.uint8)
-        if coarse and not n.startswith('target'): # which small differences do not change
-            d = v.double()
-            v = f'mean {d.mean():.2g}, deviation {d.std(correction=0):.2g}, shape {list(v.shape)}'
-        res[n] = v.clone() if isinstance(v, Tensor) else v # a row of a large tensor would be sent with all of it
+        if isinstance(v, Tensor): res[n] = v.clone() if n.startswith('target') else _coarse(v)
     return res
+
+def _coarse(t):
+    "Return of floats and pixels what small differences do not change, of another tensor a copy, since with a row of a large one all of it would be sent"
+    if not t.numel() or not (t.is_floating_point() or t.dtype==torch.uint8): return t.clone()
+    d = t.double()
+    return f'mean {d.mean():.2g}, deviation {d.std(correction=0):.2g}, shape {list(t.shape)}'
 
 # %% ../../nbs/406_state.consistency.ipynb #5d01aa20
 def _read(dl, i):
-    if isinstance(dl, DataLoader): item,n_inp = dl.do_item(i),getattr(dl, 'n_inp', None)
-    else: item,n_inp = dl.dataset[i],None
+    item,n_inp = dl.do_item(i) if isinstance(dl, DataLoader) else dl.dataset[i],getattr(dl, 'n_inp', None)
     if n_inp is None and isinstance(item, (tuple,list)): n_inp = max(1, len(item)-1)
     return sample_values(item, n_inp or 1)
 
@@ -287,15 +298,14 @@ class Samples:
     def __init__(self,
         learn:Learner, # In a job
         seconds:float=1. # After which no further sample is read
-    ): self.learn,self.seconds,self.seen = learn,seconds,[]
+    ): self.learn,self.seconds,self.seen = learn,seconds,{}
 
     def __call__(self)->dict: # Use of a loader -> values of its samples, by name
         "Return the first, the middle and the last sample of loaders that are new"
         loaders,res = {},{}
         for use,dl in named_loaders(self.learn.dls).items():
-            if any(dl is o for o in self.seen) or not _has_index(dl): continue
-            self.seen.append(dl)
-            loaders[use] = dl
+            if id(dl) in self.seen or not _has_index(dl): continue
+            self.seen[id(dl)] = loaders[use] = dl
         if not loaders or not hasattr(os, 'fork') or current_process().daemon: return res
         context,end = get_context('fork'),time.monotonic()+self.seconds
         here,there = context.Pipe(False)

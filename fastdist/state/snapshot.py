@@ -61,7 +61,8 @@ def kind_of(
     "Return the kind of `v`, judged by its type and the types of its contents"
     if type(v) in _plain or id(v) in seen: return Kind.value
     if isinstance(v, _refers): return Kind.refers
-    if not isinstance(v, _containers): return Kind.value if isinstance(v, _leaves) else Kind.other
+    if isinstance(v, _leaves): return Kind.value
+    if not isinstance(v, _containers): return Kind.other
     items = v.values() if isinstance(v, dict) else v
     one_each = dict(zip(map(type, items), items)) # of each type: a list of 100,000 losses is judged in milliseconds
     if not any(issubclass(cls, _containers) for cls in one_each): items = one_each.values()
@@ -78,9 +79,8 @@ def attributes(
     for k,v in vars(o).items():
         of_torch = isinstance(o, nn.Module) and (k[0]=='_' or k=='training')
         if k in passing or of_torch: continue
-        kind = kind_of(v)
-        has_values = kind==Kind.other and isinstance(v, (Metric,*_containers))
-        if kind!=Kind.value and not has_values: continue
+        least = Kind.other if isinstance(v, (Metric,*_containers)) else Kind.value
+        if kind_of(v)<least: continue
         res[k] = v.detach() if isinstance(v, Tensor) else v
         if isinstance(v, Metric): res |= {f'{k}.{a}':x for a,x in attributes(v).items()}
     return res
@@ -94,8 +94,9 @@ def set_attributes(
     for k,v in values.items():
         name,_,attr = k.partition('.')
         have = vars(o).get(name)
-        if attr and isinstance(have, Metric): vars(have)[attr] = copied(v)
-        elif not attr and not (isinstance(v, Metric) and isinstance(have, Metric)): vars(o)[name] = copied(v)
+        if attr:
+            if isinstance(have, Metric): vars(have)[attr] = copied(v)
+        elif not isinstance(v, Metric) or not isinstance(have, Metric): vars(o)[name] = copied(v)
 
 # %% ../../nbs/400_state.snapshot.ipynb #665a46e3
 @contextmanager
@@ -190,12 +191,11 @@ def stateful(
 )->dict: # Name -> object
     "Return the callbacks that keep their own state, and the objects with a state that the others and the Learner hold"
     own = learn.model,learn.opt,learn.loss_func,learn.opt_func,getattr(learn, 'scaler', None)
-    known,res = {id(o) for o in (*own, *learn.cbs, *learn.model.modules())},{}
+    known,res = set(map(id, (*own, *learn.cbs, *learn.model.modules()))),{}
     for name,o in ({'Learner':learn} | named_callbacks(learn)).items():
         if has_state_methods(o): res[name] = o
-        elif not _is_ours(o):
-            held = {f'{name}.{k}':v for k,v in vars(o).items() if has_state_methods(v)}
-            res |= {k:v for k,v in held.items() if id(v) not in known}
+        elif _is_ours(o): continue
+        else: res |= {f'{name}.{k}':v for k,v in vars(o).items() if has_state_methods(v) and id(v) not in known}
     return res
 
 # %% ../../nbs/400_state.snapshot.ipynb #f0655e81
@@ -252,7 +252,8 @@ def param_lists(
     opt # fastai's or torch's optimizer
 )->list:
     "Return the lists of parameters of `opt`"
-    return list(opt.param_lists) if isinstance(opt, _BaseOptimizer) else [g['params'] for g in opt.param_groups]
+    if isinstance(opt, _BaseOptimizer): return list(opt.param_lists)
+    return [*map(itemgetter('params'), opt.param_groups)]
 
 class OptimizerState:
     "Takes and puts the parts of a `LearnerState` that belong to the optimizer `optim` of the model `net`"
@@ -262,12 +263,14 @@ class OptimizerState:
 
     def opt(self):
         "Return the state dict, with a list in the place of fastcore's `L`"
-        state = self.optim.state_dict() if self.optim else {}
-        return state | dict(hypers=list(state['hypers'])) if 'hypers' in state else state
+        if not self.optim: return {}
+        state = dict(self.optim.state_dict())
+        if 'hypers' in state: state['hypers'] = list(state['hypers'])
+        return state
 
     def others(self):
         "Return the parameters that are not the model's"
-        own = {id(p) for p in self.net.parameters()}
+        own = set(map(id, self.net.parameters()))
         return {f'{i}.{j}':p for i,ps in enumerate(self.lists) for j,p in enumerate(ps) if id(p) not in own}
 
     def groups(self):
@@ -289,8 +292,8 @@ class OptimizerState:
         self.optim.load_state_dict(opt)
         if not isinstance(self.optim, Optimizer): return # torch's moves its state to the device
         for p,s in self.optim.state.items():
-            tensors = {k:v for k,v in s.items() if isinstance(v, Tensor)}
-            s.update({k:v.to(p.device) for k,v in tensors.items() if v.ndim})
+            for k,v in s.items():
+                if isinstance(v, Tensor) and v.ndim: s[k] = v.to(p.device)
 
     def _set_lists(self, lists):
         "Let the optimizer step the parameters in `lists`"
@@ -314,7 +317,7 @@ class RestState:
     def values(self): return {k:attributes(o) for k,o in self.owners.items()}
     def own(self): return {k:o.state_dict() for k,o in stateful(self.learn).items()}
     def orders(self): return [order_state(dl) for dl in self.loaders]
-    def scaler(self): return self.scales.state_dict() if hasattr(self.scales, 'state_dict') else {}
+    def scaler(self): return getattr(self.scales, 'state_dict', dict)()
     def frozen(self): return dict(idx=getattr(self.learn.opt, 'frozen_idx', None))
 
     def put(self, state):
@@ -323,7 +326,7 @@ class RestState:
             if k in self.owners: set_attributes(self.owners[k], v)
         if state.get('loss'): self.module.load_state_dict(state['loss'])
         own = state.get('own', {})
-        for k,o in stateful(self.learn).items() if own else ():
+        for k,o in stateful(self.learn).items():
             if k in own: o.load_state_dict(copied(own[k]))
         for dl,v in zip(self.loaders, state.get('orders', [])): set_order_state(dl, v)
         frozen = state.get('frozen', {}).get('idx')
@@ -336,7 +339,9 @@ class LearnerState(dict):
     @staticmethod
     def _holders(o):
         model,opt = model_and_opt(o)
-        return [ModelState(model), OptimizerState(model, opt)] + ([RestState(o)] if isinstance(o, Learner) else [])
+        res = [ModelState(model), OptimizerState(model, opt)]
+        if isinstance(o, Learner): res.append(RestState(o))
+        return res
 
     @classmethod
     def take(cls,
