@@ -16,6 +16,8 @@ __all__ = ['one_record', 'OneRecord', 'GatheredBatches', 'LeftInLoss', 'sample_r
 # %% ../../nbs/303_evaluate.evaluate.ipynb #5d09f972
 import numbers,torch,numpy as np
 from contextlib import contextmanager
+from itertools import chain
+from operator import itemgetter
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
@@ -33,7 +35,7 @@ from .loss import *
 # %% ../../nbs/303_evaluate.evaluate.ipynb #379130ad
 _sendable = numbers.Number,str,type(None),Tensor,np.ndarray,np.generic
 
-def _as_python(o): return o.tolist() if hasattr(o, 'tolist') else o
+def _as_python(v): return v.tolist() if hasattr(v, 'tolist') else v
 
 def _is_near(a, b):
     if not is_number(a) or not is_number(b): return a==b
@@ -43,13 +45,13 @@ def one_record(
     log:list # Numbers of an epoch on this rank
 )->tuple: # The common numbers, and a dict: index -> values of all ranks, for numbers that differ
     "Return the numbers, texts and arrays of rank 0, on all ranks; other values remain this rank's"
-    mine = {i:o for i,o in enumerate(log) if isinstance(o, _sendable)}
-    if same_on_all([(i,_as_python(o)) for i,o in mine.items()]): return log,{}
+    mine = {i:v for i,v in enumerate(log) if isinstance(v, _sendable)}
+    if same_on_all((*mine, *map(_as_python, mine.values()))): return log,{}
     logs,(n,*_) = zip(*gather_objs((mine,len(log))))
     res,differing = [*log,*[None]*n][:n],{}
     for i,v in logs[0].items():
         values = [o[i] for o in logs if i in o]
-        if not all(_is_near(v, o) for o in values): differing[i] = values
+        if not all(map(partial(_is_near, v), values)): differing[i] = values
         res[i] = v
     return res,differing
 
@@ -86,10 +88,9 @@ class OneRecord(JobCallback):
 # %% ../../nbs/303_evaluate.evaluate.ipynb #3a8fc5d1
 def _n_rows(o, dim):
     "Return the number of rows of the first tensor in the nested `o`"
-    while isinstance(o, (tuple,dict)) or type(o) is list:
-        if not o: return 0
-        o = first(o.values() if isinstance(o, dict) else o)
     if isinstance(o, L): return len(o)
+    if isinstance(o, dict): o = [*o.values()]
+    if isinstance(o, (list,tuple)): return _n_rows(first(o), dim)
     return o.shape[dim] if isinstance(o, Tensor) and o.ndim>dim else 0
 
 # %% ../../nbs/303_evaluate.evaluate.ipynb #3a8fc5d2
@@ -102,7 +103,8 @@ class GatheredBatches:
         phases, # Of the trainer
         batch # The `CurrentBatch`
     ):
-        self.cb,self.phases,self.batch,self.steps,self.in_time = cb,phases,batch,[],False
+        self.cb,self.phases,self.batch,self.steps = cb,phases,batch,[]
+        self.in_time = False # whether batches follow each other in time, and samples lie in dimension 0
         self._restore()
         self.before,self.after = cb.before_batch,cb.after_batch
         vars(cb).update(before_batch=self._before_batch, after_batch=self._after_batch, after_validate=noop)
@@ -128,27 +130,31 @@ class GatheredBatches:
         "Let the callback put together the batches of all ranks; one exchange"
         cb = self.cb
         self._restore()
-        own = {k:getattr(cb, k) for k,option in _collected.items() if getattr(cb, option)}
-        ranks = gather_objs((self.steps,self.in_time,own), dst)
-        in_time = any(o[1] for o in ranks)
-        for k in own:
-            parts = [zip(steps, batches[k]) for steps,_,batches in ranks]
-            setattr(cb, k, self._in_turn(parts, in_time and k!='losses') if ranks else None)
-        if not ranks: return
+        kept = [k for k,option in _collected.items() if getattr(cb, option)]
+        ranks = gather_objs((self.steps,self.in_time,{k:getattr(cb, k) for k in kept}), dst)
+        if not ranks:
+            vars(cb).update(dict.fromkeys(kept))
+            return
+        steps,in_time,batches = zip(*ranks)
+        for k in kept:
+            joined = any(in_time) and k!='losses'
+            setattr(cb, k, self._in_turn(steps, map(itemgetter(k), batches), joined))
         cb.after_validate()
-        back = as_drawn(dl)
-        if back is None or in_time: return
-        for k in own:
-            rows,dim = getattr(cb, k),0 if k=='losses' else cb.concat_dim
-            if _n_rows(rows, dim)==len(back): setattr(cb, k, take_rows(rows, torch.from_numpy(back), dim))
+        back = None if any(in_time) else as_drawn(dl)
+        if back is not None: self._put_back(kept, torch.from_numpy(back))
 
-    def _in_turn(self, ranks, joined):
-        "Return the batches of all ranks by step and rank; with `joined` those of a step are one"
-        steps = {}
-        for o in ranks:
-            for k,b in o: steps.setdefault(k, []).append(b)
-        steps = [steps[k] for k in sorted(steps)]
-        return [join_rows(o) for o in steps] if joined else sum(steps, [])
+    def _in_turn(self, steps, batches, joined):
+        "Return the batches of all ranks by step and rank, from lists for each rank; with `joined` those of a step are one"
+        by_step = {}
+        for step,b in chain(*map(zip, steps, batches)): by_step.setdefault(step, []).append(b)
+        parts = [by_step[step] for step in sorted(by_step)]
+        return list(map(join_rows, parts)) if joined else list(chain(*parts))
+
+    def _put_back(self, kept, idxs):
+        "Give the rows the order that the `get_preds` of this rank has drawn"
+        for k in kept:
+            rows,dim = getattr(self.cb, k),0 if k=='losses' else self.cb.concat_dim
+            if _n_rows(rows, dim)==len(idxs): setattr(self.cb, k, take_rows(rows, idxs, dim))
 
 # %% ../../nbs/303_evaluate.evaluate.ipynb #e7a10001
 class LeftInLoss:
@@ -163,9 +169,10 @@ class LeftInLoss:
     ):
         "Note the numbers that the batch has set"
         for k in self.names:
+            old,_ = self.left.get(k, (None,0.))
             new = getattr(loss_func, k, None)
-            known = k in self.left and self.left[k][0] is new
-            if not known and isinstance(new, Tensor) and new.numel()==1: self.left[k] = new,part
+            if new is old or not isinstance(new, Tensor): continue
+            if new.numel()==1: self.left[k] = new,part
 
     def reduce(self,
         loss_func # As for `record`
@@ -173,9 +180,9 @@ class LeftInLoss:
         "Set the numbers of all ranks; one exchange, if there are any"
         left,self.left = self.left,{}
         if not left: return
-        sums = [[v.item()*part if part else 0., part] for v,part in left.values()]
+        sums = [[number.item()*part if part else 0., part] for number,part in left.values()]
         sums = all_reduce(torch.tensor(sums, dtype=torch.float64, device=comm_device())).tolist()
-        for (k,(v,_)),(total,n) in zip(left.items(), sums): setattr(loss_func, k, v.new_tensor(total/n))
+        for (k,(number,_)),(total,n) in zip(left.items(), sums): setattr(loss_func, k, number.new_tensor(total/n))
 
 # %% ../../nbs/303_evaluate.evaluate.ipynb #c61b7d9d
 def sample_rows(
@@ -183,10 +190,10 @@ def sample_rows(
     older:list=() # Tensors that do not belong to the batch, whatever their length
 )->dict: # Attribute name -> tensor, or nested tensors, with a row for each sample
     "Return the batch, and the tensors with a row for each sample that callbacks have set on the Learner"
-    n,res = find_bs(learn.yb or learn.xb),{}
+    n,res,ids = find_bs(learn.yb or learn.xb),{},{*map(id, older)}
     for k,v in vars(learn).items():
-        if k in ('loss','loss_grad') or not isinstance(v, Tensor) or not v.ndim or len(v)!=n: continue
-        if not any(v is o for o in older): res[k] = v
+        if k in ('loss','loss_grad') or id(v) in ids or not isinstance(v, Tensor): continue
+        if v.shape[:1]==(n,): res[k] = v
     return res|dict(pred=learn.pred, xb=learn.xb, yb=learn.yb)
 
 def global_batch(
@@ -196,9 +203,9 @@ def global_batch(
 )->dict: # Attribute name -> its value in one process, on the CPU
     "Return the batch that one process would have; one exchange"
     rows,losses = zip(*gather_objs((learn and sample_rows(learn, older),loss)))
-    parts,(num,den) = [o for o in rows if o],sum(losses)
-    both = set(parts[0]).intersection(*parts)
-    return {k:join_rows([p[k] for p in parts]) for k in both}|dict(loss=num/den)
+    parts,(num,den) = [*filter(None, rows)],sum(losses)
+    common = set(parts[0]).intersection(*parts)
+    return {k:join_rows([part[k] for part in parts]) for k in common}|dict(loss=num/den)
 
 # %% ../../nbs/303_evaluate.evaluate.ipynb #1c043ca8
 _views = ('create_batch makes more rows than samples and does not put the rows of a sample behind those of the one before, so the predictions of a batch come rank by rank. '
@@ -216,18 +223,27 @@ class Evaluate(JobCallback):
     order,of_all_ranks = 11.01,True # after the trainer, which opens and ends phases
     def __init__(self, **parts):
         super().__init__(**parts)
-        self.unmerged = [] # metrics that could not be merged, and get whole batches
+        self.unmerged = {} # id -> metric that could not be merged, and gets whole batches
         self.older,self.record,self.left,self.dst = [],None,None,None # `dst`: the only rank that gets predictions
 
     def _metrics(self, training=False):
         "Return the Learner's metrics, before them that of the loss unless in `training`"
-        loss = getattr(getattr(self.learn, 'recorder', None), 'loss', None)
-        return [*self.learn.metrics] if training or loss is None else [loss,*self.learn.metrics]
+        loss,metrics = nested_attr(self.learn, 'recorder.loss'),[*self.learn.metrics]
+        return metrics if training or loss is None else [loss,*metrics]
+
+    def _merges(self, ph):
+        "Return whether the ranks have parts of the phase `ph`, which has metrics or losses to merge"
+        if not ph or ph.dl is None: return False
+        return ph.train_metrics if self.learn.training else True
+
+    def _has_mean(self):
+        "Return whether the batch has targets, and a loss that is one number"
+        return len(self.learn.yb)>0 and not self.learn.loss.ndim
 
     def before_train(self):
         "Begin to note what steps leave in the loss function, if a metric reads that"
         self.reduction.recorded,self.left = False,None
-        names = [m.attr for m in self.learn.metrics if isinstance(m, LossMetric)]
+        names = self.learn.metrics.filter(risinstance(LossMetric)).attrgot('attr')
         if names and self.phases.size>1: self.left = LeftInLoss(*names)
 
     def before_validate(self):
@@ -240,7 +256,7 @@ class Evaluate(JobCallback):
     def after_loss(self):
         "Set to 0 the loss of an evaluated batch all of whose targets on this rank are ignored: it is no number, and counts for nothing"
         learn = self.learn
-        if learn.training or not self.reduction.kind[1] or not len(learn.yb) or learn.loss.ndim: return
+        if learn.training or not self.reduction.kind.counts or not self._has_mean(): return
         n = normaliser(self.reduction.loss_func, learn.yb[0])
         if n is not None: learn.loss = torch.where(torch.as_tensor(n, device=learn.loss.device)>0, learn.loss, 0.)
 
@@ -248,15 +264,14 @@ class Evaluate(JobCallback):
         "Record size and loss of the batch, and exchange it for metrics that need it whole"
         ph,learn = self.phases.running,self.learn
         if self.left and learn.training: self.left.record(self.reduction.loss_func, self.batch.part)
-        if not ph or ph.dl is None or learn.training and not ph.train_metrics: return
+        if not self._merges(ph): return
         here,n = None,0
         if self.batch.part: here,n = learn,find_bs(learn.yb or learn.xb)
         if ph.whole is None and ph.recorder: self._plan(ph, here)
-        whole = {id(m) for m in ph.whole or ()}
-        if whole: self._show_global(ph, here)
-        for m in self._metrics(learn.training): self._set_silent(m, here is None or id(m) in whole)
+        if ph.whole: self._show_global(ph, here)
+        for m in self._metrics(learn.training): self._set_silent(m, here is None or self._is_whole(ph, m))
         ph.sizes.append(n)
-        if learn.training or not len(learn.yb) or learn.loss.ndim: return
+        if learn.training or not self._has_mean(): return
         if any(self.reduction.kind): ph.losses.append(self._loss_numbers())
 
     def after_train(self):
@@ -267,19 +282,18 @@ class Evaluate(JobCallback):
     def after_validate(self):
         "Merge metrics, losses and predictions of the evaluation"
         ph = self.phases.current
-        self._merge(ph)
-        collecting = ph.collecting if ph else []
-        for o in collecting: o.gather(ph.dl, self.dst)
-        if ph and ph.sizes and self.phases.split and not self.phases.fitting: self._set_loss()
-        if collecting and getattr(ph.dl.source, 'in_turn', None) is False: self.phases.warn_once('views', _views)
+        if ph:
+            self._merge(ph)
+            for batches in ph.collecting: batches.gather(ph.dl, self.dst)
+            if ph.sizes and self.phases.split and not self.phases.fitting: self._set_loss()
+            if ph.collecting and ph.dl.source.in_turn is False: self.phases.warn_once('views', _views)
         if not self.phases.world.rank: self.reduction.unsettled.report()
 
     def _set_loss(self):
         "Set the loss of the last batch to that of one process; one all-reduce"
-        learn = self.learn
-        if not len(learn.yb) or learn.loss.ndim: return
+        if not self._has_mean(): return
         num,den = all_reduce(self._loss_numbers())
-        learn.loss = learn.loss.new_tensor((num/den).item())
+        self.learn.loss = self.learn.loss.new_tensor((num/den).item())
 
     def _set_silent(self, m, silent):
         "Let the recorder's call of `m.accumulate` do nothing, or what it does"
@@ -296,10 +310,11 @@ class Evaluate(JobCallback):
         if not len(learn.yb): return torch.tensor([0.,1.])
         with plain():
             if not learn.training: return self.batch.scale().numbers(learn.loss)
-            l = learn.loss.detach().mean()
-            return torch.stack([l, torch.ones_like(l)])
+            mean = learn.loss.detach().mean()
+            return torch.stack([mean, torch.ones_like(mean)])
 
-    def _way(self, m): return 'whole' if any(m is o for o in self.unmerged) else known_way(m)
+    def _way(self, m): return 'whole' if id(m) in self.unmerged else known_way(m)
+    def _is_whole(self, ph, m): return any(m is o for o in ph.whole or ())
 
     def _plan(self, ph, here):
         "Find out how the loss reduces, and which metrics get whole batches"
@@ -321,22 +336,20 @@ class Evaluate(JobCallback):
 
     def _merge(self, ph):
         "Give all metrics of the phase the state of all ranks; one that cannot be merged gets whole batches from then on"
-        training = self.learn.training
-        if not ph or ph.dl is None or not ph.recorder or training and not ph.train_metrics: return
-        mets,losses = self._metrics(training),None
+        if not self._merges(ph) or not ph.recorder: return
+        mets = self._metrics(self.learn.training)
         for m in mets: self._set_silent(m, False)
-        if ph.losses: losses = torch.stack(ph.losses).double().cpu()
-        whole = {id(m) for m in ph.whole or ()} # as planned, whatever they hold since
-        mets = [m for m in mets if id(m) not in whole]
+        losses = torch.stack(ph.losses).double().cpu() if ph.losses else None
+        mets = [m for m in mets if not self._is_whole(ph, m)] # as planned, whatever they hold since
         for m,why in merge_metrics(mets, ph.sizes, ph.zeros, losses):
-            self.unmerged.append(m)
+            self.unmerged[id(m)] = m
             if self.record: self.record.differing.add(m.name)
             if not self.phases.world.rank: warn(_unmerged.format(m.name, why))
 
     @contextmanager
     def watching(self):
         "Record the same numbers on all ranks inside this context"
-        self.older = [o for o in vars(self.learn).values() if isinstance(o, Tensor)]
+        self.older = [v for v in vars(self.learn).values() if isinstance(v, Tensor)]
         self.record = OneRecord(phases=self.phases)
         if self.phases.size>1 and self.learn.cbs.filter(risinstance(ActivationStats)): self.phases.warn_once(ActivationStats, _own_stats)
         with self.learn.added_cbs(self.record):

@@ -10,10 +10,11 @@ So the loss is tried on a batch that is there, by each rank on its own, and all 
 
 # %% auto #0
 __all__ = ['stated', 'is_summed', 'has_normaliser', 'normaliser', 'often_ignores', 'size_now', 'loss_module', 'has_two_means',
-           'is_opaque', 'loss_reduction', 'Unsettled', 'Reduction']
+           'is_opaque', 'loss_reduction', 'Unsettled', 'LossKind', 'KnownLoss', 'Reduction']
 
 # %% ../../nbs/302_evaluate.loss.ipynb #a5f49b44
-from types import SimpleNamespace,FunctionType
+from types import FunctionType
+from typing import NamedTuple
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
@@ -57,9 +58,9 @@ def _class_options(f):
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)):
         theirs = type(f).forward in (nn.CrossEntropyLoss.forward,nn.NLLLoss.forward) # a focal loss may be a subclass, and divide by something else
         return (f.weight,f.ignore_index) if theirs and f.reduction=='mean' else None
-    f,kw = (f.func,f.keywords) if isinstance(f, Partial) else (f,{})
-    if f not in (F.cross_entropy,F.nll_loss) or kw.get('reduction', 'mean')!='mean': return
-    return kw.get('weight'),kw.get('ignore_index', -100)
+    call = Partial(f)
+    options = dict(reduction='mean', weight=None, ignore_index=-100) | call.keywords
+    if call.func in (F.cross_entropy,F.nll_loss) and options['reduction']=='mean': return options['weight'],options['ignore_index']
 
 # %% ../../nbs/302_evaluate.loss.ipynb #4571cbb4
 def has_normaliser(
@@ -77,8 +78,9 @@ def normaliser(
     if opts is None or not isinstance(y, torch.Tensor) or y.is_floating_point(): return
     weight,ignored = opts
     if weight is None and y.is_cpu and y.ndim==1 and len(y)<=512: return len(y)-y.tolist().count(ignored) # Python counts a few faster
-    real = y!=ignored
-    res = real.sum() if weight is None else (weight.to(y.device)[torch.where(real, y, 0).long()]*real).sum()
+    counts = y!=ignored
+    if weight is None: res = counts.sum()
+    else: res = (weight.to(y.device)[torch.where(counts, y, 0).long()]*counts).sum()
     return res.item() if y.is_cpu else res
 
 # %% ../../nbs/302_evaluate.loss.ipynb #71e25a01
@@ -93,10 +95,12 @@ def often_ignores(
 # %% ../../nbs/302_evaluate.loss.ipynb #71e25a02
 def _sizes(o):
     "Return the possible numbers of samples in the nested `o`"
-    if isinstance(o, torch.Tensor): return {len(o)} if o.ndim else set()
+    if isinstance(o, torch.Tensor): return {*o.shape[:1]}
     if isinstance(o, dict): return _sizes([*o.values()])-{len(o)}
     if not isinstance(o, (list,tuple)): return set()
     return {len(o)}.union(*map(_sizes, o))
+
+def _is_second(n, o): return isinstance(o, torch.Tensor) and o.shape[1:2]==(n,)
 
 def size_now(
     xb:tuple, # Inputs
@@ -105,11 +109,10 @@ def size_now(
 )->int: # `planned`, unless inputs and targets agree on another number
     "Return the number of samples of a batch after the user's functions have changed it"
     if yb and isinstance(yb[0], torch.Tensor) and yb[0].shape[:1]==(planned,): return planned
-    x,y = [set().union(*map(_sizes, b)) for b in (xb,yb)]
+    x,y = set().union(*map(_sizes, xb)),set().union(*map(_sizes, yb))
     if planned in x|y or len(x&y)!=1: return planned
-    firsts = [b[0] for b in (xb,yb) if b]
-    across = all(isinstance(o, torch.Tensor) and o.shape[1:2]==(planned,) for o in firsts) # time comes first
-    return planned if across else (x&y).pop()
+    if _is_second(planned, xb[0]) and _is_second(planned, yb[0]): return planned # time comes first
+    return (x&y).pop()
 
 # %% ../../nbs/302_evaluate.loss.ipynb #5ba3e021
 def loss_module(
@@ -178,6 +181,31 @@ _neither = 'neither a sum nor a mean over samples','use a loss of fastai or torc
 _two_means = ("the sum of two means, one over samples and one over their class weights, which no single weight of a rank's gradients makes those of one process",
     'CrossEntropyLossFlat(weight=..., label_smoothing={}), which is one mean over class weights, and exact')
 
+class LossKind(NamedTuple):
+    "What the value of a loss is"
+    summed:bool # A sum over the batch
+    counts:bool # A mean that a normaliser divides, which counts targets
+
+class KnownLoss:
+    "What ranks know of the loss `f`: whether that `is_known`, how it reduces where a probe has shown it, and its `kind`"
+    def __init__(self, f):
+        self.f,self.is_known,self.how,self.calls = f,not is_opaque(f),None,0 # `calls` of `determine`
+        self.set_kind()
+
+    def set_kind(self):
+        summed = self.how=='sum' if self.how in ('sum','mean') else is_summed(self.f)
+        self.kind = LossKind(summed, has_normaliser(self.f))
+
+    def settle(self, how):
+        "Take the answer `how` of a probe"
+        self.is_known,self.how = True,how
+        self.set_kind()
+
+    def is_due(self):
+        "Count a call, and return whether the loss is probed in it: in calls 1, 2, 4, 8..."
+        self.calls += 1
+        return self.calls&(self.calls-1)==0
+
 class Reduction:
     "Reduction of the loss of `learn`, the same on all ranks"
     def __init__(self,
@@ -190,7 +218,7 @@ class Reduction:
 
     def forget(self):
         "Forget what is known of losses: an error has ended ranks at different places, and they ask together"
-        self.losses,self._key,self._last = {},None,None # `losses`: id of a loss `f` -> whether it is `known`, `how` it reduces, its `kind`, number of `calls` of `determine`
+        self.losses,self._key,self._last = {},None,None # `losses`: id of a loss -> its `KnownLoss`
         self.recorded = False # whether the loss function of this batch or phase was noted; whoever begins one sets it to `False`
 
     def record(self)->bool: # As `is_known`
@@ -198,15 +226,10 @@ class Reduction:
         f = self.learn.loss_func
         key,self.recorded = (f,getattr(f, 'reduction', None)),True
         if self._key!=key:
-            if id(f) not in self.losses: self.losses[id(f)] = SimpleNamespace(f=f, known=not is_opaque(f), how=None, calls=0)
+            if id(f) not in self.losses: self.losses[id(f)] = KnownLoss(f)
             self._key,self._last = key,self.losses[id(f)]
-            self._set_kind()
-        return self._last.known
-
-    def _set_kind(self):
-        loss = self._last
-        summed = loss.how=='sum' if loss.how in ('sum','mean') else is_summed(loss.f)
-        loss.kind = summed,has_normaliser(loss.f)
+            self._last.set_kind()
+        return self._last.is_known
 
     @property
     def last(self):
@@ -217,7 +240,7 @@ class Reduction:
     @property
     def is_known(self):
         "Whether there is nothing left to ask of that loss"
-        return self.last.known
+        return self.last.is_known
 
     @property
     def loss_func(self):
@@ -226,35 +249,35 @@ class Reduction:
 
     @property
     def kind(self):
-        "Whether that loss is a sum, and whether its mean has a normaliser"
+        "The `LossKind` of that loss"
         return self.last.kind
 
     def determine(self,
         here # The Learner with this rank's batch, `None` if it has none
     ):
         "Determine the reduction of the loss, unless it is known; all ranks call it at the same place"
-        if self.is_known: return
-        o,mine = self._last,None
-        o.calls += 1
-        if o.calls&(o.calls-1): return # asked at calls 1, 2, 4, 8...
+        loss,mine = self.last,None
+        if loss.is_known or not loss.is_due(): return
         if here is not None and len(here.yb): mine = here.pred,here.yb
-        found = {*gather_objs(mine and loss_reduction(o.f, *mine))}-{None}
-        if not found: found = {self._determine_together(o.f, gather_objs(mine))}-{None}
+        found = {*gather_objs(mine and loss_reduction(loss.f, *mine))}-{None}
+        if not found: found = {self._determine_together(loss.f, gather_objs(mine))}-{None}
         if not found: return
-        differ = 'unknown' if 'unknown' in found else 'other'
-        o.known,o.how = True,found.pop() if len(found)==1 else differ
-        self._set_kind()
-        if self.world.rank: return
-        what,hint = _two_means if has_two_means(o.f) else _neither
-        if o.how=='other': warn(f'Your loss is {what}, so ranks scale it by their number of samples, and N of them differ from one process. HINT: '
-            +hint.format(getattr(loss_module(o.f), 'eps', None)))
-        if o.how=='unknown' and not stated(o.f):
-            self.unsettled.add('your loss does not say how it reduces, and is taken for a mean over samples')
+        if len(found)>1: found = found&{'unknown'} or {'other'}
+        loss.settle(*found)
+        if not self.world.rank: self._report(loss)
 
     def _determine_together(self, f, parts):
         "Return what a batch of the samples of all ranks shows"
-        parts = to_device([p for p in parts if p], self.world.device)
+        parts = to_device([*filter(None, parts)], self.world.device)
         if not parts: return
         try: whole = [join_rows(list(o)) for o in zip(*parts)]
         except Exception: return
         return loss_reduction(f, *whole)
+
+    def _report(self, loss):
+        "Warn of a loss that no rank can scale exactly, and of one that is taken for a mean"
+        what,hint = _two_means if has_two_means(loss.f) else _neither
+        if loss.how=='other': warn(f'Your loss is {what}, so ranks scale it by their number of samples, and N of them differ from one process. HINT: '
+            +hint.format(getattr(loss_module(loss.f), 'eps', None)))
+        if loss.how=='unknown' and not stated(loss.f):
+            self.unsettled.add('your loss does not say how it reduces, and is taken for a mean over samples')

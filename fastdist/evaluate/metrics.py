@@ -94,16 +94,18 @@ def merge(
 ):
     "Return one value from `parts`: add numbers, concatenate lists that start empty, merge other lists and dicts item by item"
     def are(*types): return all(isinstance(p, types) for p in parts)
-    if all(map(is_number, parts)): return sum(p-zero for p in parts)+zero if is_number(zero) else sum(parts[1:], parts[0])
+    if all(map(is_number, parts)):
+        if not is_number(zero): return sum(parts[1:], parts[0])
+        return sum(p-zero for p in parts)+zero
     if are(list,L):
         if not zero: return type(parts[0])(chain(*in_turn(parts, sizes)))
-        if any(len(p)!=len(zero) for p in parts): raise TypeError('a list that begins with items, and grows')
-        return [merge(z, list(o), sizes) for z,o in zip(zero, zip(*parts))]
+        if {*map(len, parts)}!={len(zero)}: raise TypeError('a list that begins with items, and grows')
+        return [merge(z, list(values), sizes) for z,values in zip(zero, zip(*parts))]
     if are(dict):
         res = copy(parts[0])
         dict.update(res, merge_items(zero or {}, parts, sizes))
         return res
-    if all(same_value(p, parts[0]) for p in parts): return parts[0]
+    if all(map(partial(same_value, parts[0]), parts)): return parts[0]
     raise TypeError('neither a number nor a collection')
 
 def merge_items(
@@ -113,22 +115,21 @@ def merge_items(
 )->dict:
     "Return a dict in which each item is that of all `parts`, merged; raise `TypeError` with the key of one that cannot be"
     res = {}
-    for k in {k:0 for p in parts for k in p}:
-        values,of = zip(*[(p[k],s) for p,s in zip(parts, sizes) if k in p])
-        try: res[k] = merge(zero.get(k), list(values), list(of))
+    for k in dict.fromkeys(chain(*parts)):
+        values,their_sizes = zip(*[(p[k],s) for p,s in zip(parts, sizes) if k in p])
+        try: res[k] = merge(zero.get(k), list(values), list(their_sizes))
         except (TypeError,ValueError,RuntimeError) as e: raise TypeError(f'{k}: {e}') from e
     return res
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #a23941ef
+def _as_rows(dim, t): return t if isinstance(t, L) else L(t.unbind(dim))
+
 def join_rows(
     parts:list, # Nested tensors with the same structure
     dim:int=0 # Dimension of the rows
 ):
     "Return the concatenation of `parts`; rows whose shapes differ are items of an `L`, as in fastai"
-    if any(isinstance(p, L) for p in parts):
-        res = L()
-        for p in parts: res += p if isinstance(p, L) else L(p.unbind(dim))
-        return res
+    if L in map(type, parts): return L(parts).map(partial(_as_rows, dim)).concat()
     if is_listy(parts[0]): return type(parts[0])(join_rows(list(o), dim) for o in zip(*parts))
     if isinstance(parts[0], dict): return {k:join_rows([p[k] for p in parts], dim) for k in parts[0]}
     return to_concat(parts, dim)
@@ -140,7 +141,7 @@ def take_rows(
 ):
     "Return the rows `idxs` of `rows`"
     if isinstance(rows, L): return rows[idxs.tolist()]
-    return apply(lambda o: o.index_select(dim, idxs), rows)
+    return apply(lambda t: t.index_select(dim, idxs), rows)
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #c762acc3
 _kept = {'__init__','reset','value','name'} # methods that do not say what a batch adds to the state
@@ -153,8 +154,16 @@ def _stated_way(met):
     way = getattr(met, 'merge', None) or getattr(getattr(met, 'func', None), 'merge', None)
     if way not in (None,'sum','whole'): raise ValueError(f"merge of the metric {met.name} must be 'sum' or 'whole', got {way!r}. "
         "HINT: 'sum' where numbers add up over parts of a batch and lists follow each other")
-    adds = all(isinstance(v, _plain) for _,v in leaves('', state_of(met)))
-    return 'whole' if way=='sum' and not adds else way
+    if way!='sum': return way
+    return 'sum' if all(isinstance(v, _plain) for _,v in leaves('', state_of(met))) else 'whole'
+
+def _methods_of_users(met):
+    "Return the names of methods and properties of `met` that are not of fastai's classes"
+    res = set()
+    for cls in type(met).__mro__[:-1]:
+        if cls.__module__.startswith('fastai.'): continue
+        res |= {k for k,v in vars(cls).items() if isinstance(v, (FunctionType,property))}
+    return res
 
 def known_way(
     met:Metric # fastai's or a user's
@@ -163,13 +172,11 @@ def known_way(
     way = _stated_way(met)
     if way: return way
     if type(met).accumulate is Metric.accumulate: return 'sum'
-    users = [c for c in type(met).__mro__[:-1] if not c.__module__.startswith('fastai.')]
-    own = {k for c in users for k,v in vars(c).items() if isinstance(v, (FunctionType,property))}
-    if not own<=_kept or isinstance(met, AvgSmoothLoss): return 'whole'
+    if not _methods_of_users(met)<=_kept or isinstance(met, AvgSmoothLoss): return 'whole'
     if not is_average(met): return 'sum'
     f = met.func
     while isinstance(f, partial): f = f.func
-    return 'sum' if any(f is o for o in _means) else 'whole'
+    return 'sum' if f in _means else 'whole'
 
 # %% ../../nbs/301_evaluate.metrics.ipynb #f8589710
 def batch_losses(
@@ -193,8 +200,7 @@ def _into(old, new):
 def _sent(met, zero):
     "Return what the batches of this rank have added to `met`, and why that cannot be sent, empty where it can"
     state = gained(met, zero)
-    samples = {k:v[:1] if isinstance(v, list) else v for k,v in state.items()}
-    try: pickle.dumps(samples)
+    try: pickle.dumps({k:v[:1] if isinstance(v, list) else v for k,v in state.items()})
     except Exception as e: return {},f'{type(e).__name__}: {e}'
     return state,''
 
@@ -217,7 +223,7 @@ def merge_metrics(
     mets = [m for m in mets if type(m).accumulate is not Metric.accumulate]
     if not mets or not grouped(): return []
     zeros = [zeros[id(m)] if id(m) in zeros else zero_state(m) for m in mets]
-    with exchange('merge_metrics'): states,sizes,losses = zip(*gather_objs(([*map(_sent, mets, zeros)], sizes, losses)))
+    with exchange('merge_metrics'): states,sizes,losses = zip(*gather_objs((list(map(_sent, mets, zeros)), sizes, losses)))
     failed = []
     for m,zero,*parts in zip(mets, zeros, *states):
         if losses[0] is not None and type(m).accumulate is AvgLoss.accumulate:

@@ -18,6 +18,7 @@ __all__ = ['unhooked', 'module_outputs', 'CopyProbe', 'first_mixing', 'given', '
 import torch
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain
 from types import BuiltinFunctionType,FunctionType
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
@@ -55,7 +56,7 @@ def _tensors(o):
     if isinstance(o, Tensor): return [o] if o.is_floating_point() else []
     if isinstance(o, dict): o = [*o.values()]
     if isinstance(o, PackedSequence) or not isinstance(o, (list,tuple)): return []
-    return [t for v in o for t in _tensors(v)]
+    return list(chain(*map(_tensors, o)))
 
 def module_outputs(
     model:nn.Module, # Left in another mode
@@ -65,8 +66,8 @@ def module_outputs(
     "Run `model` and return the outputs of its modules"
     seen = {}
     def note(name, m, _, out):
-        held = [t for t in vars(m).values() if isinstance(t, Tensor) and t.requires_grad]
-        seen.setdefault(name, []).append([(t.detach(),t.requires_grad) for t in _tensors([out,held])])
+        kept = [t for t in vars(m).values() if isinstance(t, Tensor) and t.requires_grad]
+        seen.setdefault(name, []).append([(t.detach(),t.requires_grad) for t in _tensors([out,kept])])
     if callable(training): training(model)
     else:
         model.train(training)
@@ -109,10 +110,12 @@ def _differs(whole, a, b, c, n):
     return first(k for k in same if _mixes(whole[k], a[k], b[k], c, n)),len(same)==len(whole)
 
 # %% ../../nbs/304_evaluate.mixing.ipynb #8442ab8f
+def _values(calls): return [t for call in calls for t,_ in call]
+
 def _draws(whole, again, last):
     "Return whether a module up to the one named `last` has other outputs when it is run `again`"
     for k,calls in whole.items():
-        a,b = [[t for call in o for t,_ in call] for o in (calls,again.get(k, []))]
+        a,b = _values(calls),_values(again.get(k, []))
         if len(a)!=len(b) or not all(map(is_near, a, b)): return True
         if k==last: return False
 
@@ -161,8 +164,12 @@ def tensor_versions(
 # %% ../../nbs/304_evaluate.mixing.ipynb #6a67f2f7
 def _floats(o):
     "Return the tensors in the nested `o` as ones that can be averaged"
-    ts,wide = [t for _,t in leaves('', o) if isinstance(t, Tensor)],(torch.float,torch.double)
-    return [t if t.dtype in wide or t.is_complex() else t.float() for t in ts]
+    res = []
+    for _,t in leaves('', o):
+        if not isinstance(t, Tensor): continue
+        fits = t.dtype in (torch.float,torch.double) or t.is_complex()
+        res.append(t if fits else t.float())
+    return res
 
 def _parts_differ(o, run, part, total):
     "Run a few of `total` samples whole and in two parts by `run`, which takes `Copies` of `o` and a batch; return whether the parts, joined, differ from the whole, `None` where it draws or cannot be run"
@@ -179,13 +186,14 @@ def _parts_differ(o, run, part, total):
 
 # %% ../../nbs/304_evaluate.mixing.ipynb #f3075037
 _plain = int,float,complex,str,bytes,Enum,type(None),np.generic,torch.dtype,torch.device
-_values = *_plain,torch.Tensor,np.ndarray,FunctionType,BuiltinFunctionType,*generator_kinds
+_can_be_copied = *_plain,torch.Tensor,np.ndarray,FunctionType,BuiltinFunctionType,*generator_kinds
 
 def _is_value(o):
     "Return whether `o` holds nothing that can act, such as a file or a context, and no model of more than 256 MB"
     if isinstance(o, nn.Module): return sum(t.numel()*t.element_size() for t in o.parameters())<=2**28
     if isinstance(o, dict): o = [*o.values()]
-    return all(map(_is_value, o)) if isinstance(o, (list,tuple,set,L)) else isinstance(o, _values)
+    if isinstance(o, (list,tuple,set,L)): return all(map(_is_value, o))
+    return isinstance(o, _can_be_copied)
 
 def plain_values(
     cb:Callback # A user's
@@ -196,7 +204,7 @@ def plain_values(
 # %% ../../nbs/304_evaluate.mixing.ipynb #f3075038
 class _View:
     "View of the Learner `learn` for a callback in a probe: its plain numbers, and `kw`"
-    x,y = add_props(lambda i,o: detuplify((o.xb,o.yb)[i]))
+    x,y = add_props(lambda i,view: detuplify((view.xb,view.yb)[i]))
     def __init__(self, learn, **kw):
         vars(self).update({k:v for k,v in vars(learn).items() if isinstance(v, (bool,int,float,str))} | kw)
 
@@ -214,9 +222,9 @@ def run_event(
 )->list: # As the values of `was`
     "Return what a copy of `cb` makes of `was` in `event`, without the attributes that may act"
     (own,cls),view = copies(),_View(learn, **was)
-    o = cls.__new__(cls)
-    vars(o).update({k:_Unusable() for k in vars(cb)} | own, learn=view)
-    getattr(cls, event)(o)
+    res = cls.__new__(cls)
+    vars(res).update(dict.fromkeys(vars(cb), _Unusable()) | own, learn=view)
+    getattr(cls, event)(res)
     return [vars(view)[k] for k in was]
 
 # %% ../../nbs/304_evaluate.mixing.ipynb #f1fa1312
@@ -224,10 +232,10 @@ def _part(was, total, rows, factor):
     "Return the samples `rows` of `was`, which has `total`, with `factor` on losses that are one number"
     def part(is_loss, t):
         if not isinstance(t, Tensor): return t
-        if t.ndim and (len(t)==total or is_loss and len(t)%total==0):
+        if not t.ndim: t = t*factor if is_loss else t
+        elif len(t)==total or is_loss and len(t)%total==0:
             per = len(t)//total
             t = t[rows.start*per:rows.stop*per]
-        elif is_loss and not t.ndim: t = t*factor
         return t.detach().clone()
     return {k:apply(partial(part, 'loss' in k), v) for k,v in was.items()}
 
@@ -239,7 +247,8 @@ def callback_mixes(
 )->bool: # `None` where a probe shows nothing
     "Return whether what `cb` makes of a batch in `event` is more than what it makes of parts of it, put together; of losses, their mean"
     total = find_bs(was.get('yb') or was['xb'])
-    if not all(v.isfinite().all() for k,v in was.items() if 'loss' in k): return
+    for k in ('loss','loss_grad'):
+        if k in was and not was[k].isfinite().all(): return
     def run(copies, part): return run_event(cb, event, copies, learn, part)
     return _parts_differ((plain_values(cb),type(cb)), run, partial(_part, was, total), total)
 
@@ -255,7 +264,7 @@ def mixing_transform(
     def run(copies, part): return copies()(part, split_idx=0)
     return first(t for t in tfms.fs if _parts_differ(t, run, part, total))
 
-# %% ../../nbs/304_evaluate.mixing.ipynb #3d518472
+# %% ../../nbs/304_evaluate.mixing.ipynb #3d518473
 def _hook_result(f, p, g, accumulated):
     "Return what the hook `f` on the parameter `p` makes of the gradient `g`; `None` if it takes a step"
     if not accumulated: return ifnone(f(g.clone()), g)
@@ -273,15 +282,21 @@ def _is_linear(f, p, accumulated):
         if both is None or not is_near(x+y, both): return False
     return True
 
+# %% ../../nbs/304_evaluate.mixing.ipynb #3d518472
+def _param_linearity(p):
+    "Return for each hook of a user on the parameter `p` whether it is linear, `None` where a probe shows nothing"
+    res = []
+    for kind,accumulated in (('_backward_hooks',False),('_post_accumulate_grad_hooks',True)):
+        hooks = filter(_is_users, (getattr(p, kind, None) or {}).values())
+        res += [probed(f, lambda copies: _is_linear(copies(), p, accumulated)) for f in hooks]
+    return res
+
 def hook_linearity(
     model:nn.Module # Its parameters may have hooks of a user
 )->dict: # Name of a parameter -> whether its hooks are linear, `None` where a probe shows nothing
     "Return what a probe finds about the hooks that a user has registered on parameters of `model`"
     res = {}
     for k,p in model.named_parameters():
-        found = []
-        for kind,accumulated in (('_backward_hooks',False),('_post_accumulate_grad_hooks',True)):
-            hooks = filter(_is_users, (getattr(p, kind, None) or {}).values())
-            if p.numel(): found += [probed(f, lambda copies: _is_linear(copies(), p, accumulated)) for f in hooks]
-        if found: res[k] = first(o for o in (False,None,True) if o in found)
+        found = _param_linearity(p) if p.numel() else []
+        if found: res[k] = min(found, key=(False,None,True).index)
     return res

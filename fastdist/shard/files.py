@@ -14,7 +14,7 @@ __all__ = ['read_full', 'give_full', 'mapped', 'divide', 'rejoin']
 # %% ../../nbs/604_shard.files.ipynb #dd7ef710
 import torch,zipfile
 from copy import copy
-from itertools import chain
+from itertools import count
 from contextlib import nullcontext
 from types import MappingProxyType
 from torch import distributed as dist
@@ -51,8 +51,8 @@ def read_full(
     shards:Shards # Of a model
 ):
     "Let `load_state_dict` of the model and of modules in it read full tensors, until `unwrap`"
-    units = {m:o for o in shards.parts[::-1] for m in o.modules()}
-    for m,o in units.items(): m.register_load_state_dict_pre_hook(partial(_take_rows, o))
+    units = {m:unit for unit in reversed(shards.parts) for m in unit.modules()} # a module -> the innermost unit around it
+    for m,unit in units.items(): m.register_load_state_dict_pre_hook(partial(_take_rows, unit))
 
 # %% ../../nbs/604_shard.files.ipynb #0d8b31bf
 def _put_full(seen, m, state, prefix, *_):
@@ -79,7 +79,8 @@ def mapped(
     file # Path that will be read, or an open file
 ):
     "Return a context manager in which `torch.load` maps `file` into memory, where it can"
-    return config.patch({'load.mmap':True}) if isinstance(file, (str,Path)) and zipfile.is_zipfile(file) else nullcontext()
+    if isinstance(file, (str,Path)) and zipfile.is_zipfile(file): return config.patch({'load.mmap':True})
+    return nullcontext()
 
 # %% ../../nbs/604_shard.files.ipynb #0a27d7cf
 def _copy(t): return local(t).detach().to('cpu', copy=True)
@@ -89,9 +90,9 @@ def _of_rank(rank, name): return f'grad of rank {rank}.{name}'
 # %% ../../nbs/604_shard.files.ipynb #d9ba28cd
 def _full(t): return t.full_tensor() if isinstance(t, DTensor) else t
 
-def _names_for(state, held):
-    "Return the optimizer's `state` with a `Stored` for each tensor in `held`; others in shards, as the norms of Larc, become full"
-    names,others = {id(v):k for k,(v,_) in held.items()},[]
+def _names_for(state, tensors):
+    "Return the optimizer's `state` with a `Stored` for each of `tensors`; others in shards, as the norms of Larc, become full"
+    names,others = {id(v):k for k,(v,_) in tensors.items()},[]
     def name(t):
         if id(t) in names: return Stored(names[id(t)])
         if isinstance(t, DTensor): others.append(t)
@@ -108,54 +109,61 @@ def divide(
     unsynced:dict=MappingProxyType({}) # Parameter in shards -> gradient of this rank alone, unsharded
 )->tuple: # `state` with a `Stored` for each tensor in shards; name -> tensor that this rank is to write, and a copy of its rows
     "Take the tensors in shards out of `state`; all ranks call it"
-    names,model,grads,rank = {},copy(state['model']),{},dist.get_rank()
-    for n,p in chain(learn.model.named_parameters(remove_duplicate=False), learn.model.named_buffers(remove_duplicate=False)):
+    names,model,rank = {},copy(state['model']),dist.get_rank()
+    for n,p in (*learn.model.named_parameters(remove_duplicate=False), *learn.model.named_buffers(remove_duplicate=False)):
         if not isinstance(p, DTensor): continue
         first_name = names.setdefault(p, n)
         if n in model: model[n] = Stored(f'model.{first_name}')
-    opt = {f'opt.state.{n}.{k}':o for (_,n,k),o in opt_shards(learn.opt, names).items()}
-    in_shards_of = {f'model.{n}':(p,p) for p,n in names.items()} | opt # name -> tensor, and the parameter that it lies like
+    opt = {f'opt.state.{n}.{k}':tensor for (_,n,k),tensor in opt_shards(learn.opt, names).items()}
+    grads,of_ranks,tensors = {},{},opt | {f'model.{n}':(p,p) for p,n in names.items()} # `tensors`: name -> tensor, and the parameter that it lies like
     for p,n in names.items():
-        if left and p.grad is not None: grads[n],in_shards_of[f'grad.{n}'] = Stored(f'grad.{n}'),(p.grad,p)
-    written = {k:(p,_copy(v)) for k,(v,p) in in_shards_of.items() if _writes(p)}
-    written |= {_of_rank(rank, names[p]):(g,_copy(g)) for p,g in unsynced.items()}
-    of_ranks = {names[p]:[Stored(_of_rank(r, names[p])) for r in range(dist.get_world_size())] for p in unsynced}
+        if not left or p.grad is None: continue
+        grads[n] = Stored(f'grad.{n}')
+        tensors[f'grad.{n}'] = p.grad,p
+    written = {k:(p,_copy(v)) for k,(v,p) in tensors.items() if _writes(p)}
+    for p,g in unsynced.items():
+        n = names[p]
+        of_ranks[n] = [Stored(_of_rank(r, n)) for r in range(dist.get_world_size())]
+        written[_of_rank(rank, n)] = g,_copy(g)
     return state|dict(model=model, opt=_names_for(state['opt'], opt), left=grads, unsynced=of_ranks),written
 
 # %% ../../nbs/604_shard.files.ipynb #a7338270
-class _Rejoin:
-    "Makes of values what parameters of `learn` are; those that are `Stored` have their values when `fill` was called"
+class _Places:
+    "Makes of the values of a file what `learn` needs on this rank; tensors that are `Stored` are empty until `fill` reads them all"
     def __init__(self, learn, folder):
-        self.folder,self.have,self.tensors = folder,stored_tensors(folder),{}
+        self.folder,self.in_file,self.tensors = folder,stored_tensors(folder),{}
         self.params = dict(learn.model.named_buffers()) | dict(learn.model.named_parameters(remove_duplicate=False))
         self.divided = all(map(state_in_shards, opts_in(learn.opt)))
 
-    def __call__(self, v, name=None):
+    def is_divided(self, name): return isinstance(self.params.get(name), DTensor)
+
+    def place(self, v, name=None):
         "Return `v` for the parameter `name`: this rank's rows if it is in shards and of the shape of `v`"
         p = self.params.get(name)
         if not isinstance(v, Stored): return _rows_like(v, p)
-        if v not in self.tensors:
-            shape,dtype = self.have.get(v) or (p.shape,p.dtype) # nobody writes a tensor without elements
-            if isinstance(p, DTensor) and shape==p.shape: t = in_shards(torch.empty_like(local(p), dtype=dtype), p)
-            else: t = torch.empty(shape, dtype=dtype)
-            self.tensors[v] = t
+        if v not in self.tensors: self.tensors[v] = self.empty(v, p)
         return self.tensors[v]
 
-    def fill(self):
-        "Read the tensors that are `Stored`"
-        fill(self.folder, self.tensors)
+    def empty(self, name, p):
+        "Return a tensor for the one that is `name` in the file"
+        shape,dtype = self.in_file.get(name) or (p.shape,p.dtype) # nobody writes a tensor without elements
+        if isinstance(p, DTensor) and shape==p.shape: return in_shards(torch.empty_like(local(p), dtype=dtype), p)
+        return torch.empty(shape, dtype=dtype)
 
     def opt(self, state, groups):
         "Return the state dict of an optimizer with `groups` of names"
         names,old = L(groups).concat(),state['state']
-        listed = not isinstance(old, dict)
-        new = {}
-        for i,s in enumerate(old) if listed else old.items():
+        def placed(i, values):
             name = names[i] if self.divided else None
-            new[i] = {k:self(v, name) for k,v in s.items()}
-        res = state|dict(state=[*new.values()] if listed else new)
-        if state.get('slow_weights'): res['slow_weights'] = L(L(map(self, ws, ns)) for ws,ns in zip(state['slow_weights'], groups))
+            return {k:self.place(v, name) for k,v in values.items()}
+        if isinstance(old, dict): new = {i:placed(i, values) for i,values in old.items()}
+        else: new = list(map(placed, count(), old))
+        res = state|dict(state=new)
+        if state.get('slow_weights'): res['slow_weights'] = L(map(self.placed_list, state['slow_weights'], groups))
         return res
+
+    def placed_list(self, values, names): return L(map(self.place, values, names))
+    def fill(self): fill(self.folder, self.tensors)
 
 # %% ../../nbs/604_shard.files.ipynb #b74bac8b
 def rejoin(
@@ -164,13 +172,14 @@ def rejoin(
     folder # Of that file
 )->dict: # For `restore`; in its part 'unsynced' the gradients of this rank alone
     "Return `state` with tensors as they are in `learn` now"
-    at,rank,size = _Rejoin(learn, folder),dist.get_rank(),dist.get_world_size()
-    model,left = copy(state['model']),{n:at(v, n) for n,v in state.get('left', {}).items()}
-    for n,v in model.items(): model[n] = at(v, n)
-    opt,mine,others = at.opt(state['opt'], state['groups']['names']),{},{}
-    for n,gs in state.get('unsynced', {}).items():
-        if len(gs)==size and isinstance(at.params.get(n), DTensor): mine[n] = at(gs[rank])
-        else: others[n] = [at(g, n) for g in gs]
-    at.fill()
-    for n,gs in others.items(): left[n] = left.get(n, 0)+sum(gs)/len(gs)
-    return state|dict(model=model, opt=opt, left=left, unsynced=mine)
+    places,model,grads = _Places(learn, folder),copy(state['model']),{}
+    for n,v in model.items(): model[n] = places.place(v, n)
+    for n,v in state.get('left', {}).items(): grads[n] = places.place(v, n)
+    opt = places.opt(state['opt'], state['groups']['names'])
+    unsynced,others = {},{} # gradients of this rank; of all ranks where their number or the parameter has changed
+    for n,of_ranks in state.get('unsynced', {}).items():
+        if len(of_ranks)==dist.get_world_size() and places.is_divided(n): unsynced[n] = places.place(of_ranks[dist.get_rank()])
+        else: others[n] = places.placed_list(of_ranks, [n]*len(of_ranks))
+    places.fill() # only now tensors have values
+    for n,of_ranks in others.items(): grads[n] = grads.get(n, 0)+sum(of_ranks)/len(of_ranks)
+    return state|dict(model=model, opt=opt, left=grads, unsynced=unsynced)

@@ -17,7 +17,9 @@ __all__ = ['steps_by_element', 'state_in_shards', 'replace_params', 'opt_shards'
 # %% ../../nbs/603_shard.optimizer.ipynb #3c683b9e
 import torch
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from warnings import warn
 from torch import distributed as dist
 from torch.amp import GradScaler
@@ -34,14 +36,15 @@ from .model import *
 
 # %% ../../nbs/603_shard.optimizer.ipynb #95978347
 _fastais = sgd_step,weight_decay,l2_reg,average_grad,average_sqr_grad,momentum_step,rms_prop_step,step_stat,adam_step,radam_step,qhadam_step
-_torchs = {getattr(torch.optim, o) for o in 'SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop'.split()}
+_torchs = {*attrgetter(*'SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop'.split())(torch.optim)}
 
 def steps_by_element(
     opt # An optimizer
 )->bool:
     "Return whether `opt` treats each element of a parameter by itself: fastai's with its own `step`, or torch's without step hooks"
     if type(opt) in _torchs: return not (opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks)
-    return isinstance(opt, Optimizer) and type(opt).step is Optimizer.step and all(getattr(cb, 'func', cb) in _fastais for cb in opt.cbs)
+    if not isinstance(opt, Optimizer) or type(opt).step is not Optimizer.step: return False
+    return all(getattr(cb, 'func', cb) in _fastais for cb in opt.cbs)
 
 def state_in_shards(
     opt # An optimizer of fastai or torch
@@ -50,30 +53,54 @@ def state_in_shards(
     return not isinstance(opt, torch.optim.Optimizer) or type(opt) in _torchs
 
 # %% ../../nbs/603_shard.optimizer.ipynb #e0ccbb01
-def _slots(opt, every=False):
-    "Return the tensors in the state of `opt` that ranks divide, or `every` one: depth of the optimizer, name, parameter, container, key"
-    res = []
-    for d,o in enumerate(opts_in(opt)):
-        if not every and not state_in_shards(o): continue
-        for p,s in (vars(o).get('state') or {}).items():
-            for k,v in s.items() if isinstance(s, dict) else ():
-                if isinstance(v, Tensor) and (every or v.ndim): res.append((d, k, p, s, k))
-        if not isinstance(o, Lookahead): continue
-        for ws,ps in zip(o.slow_weights or [], o.param_lists): res += [(d,'slow_weights',p,ws,i) for i,p in enumerate(ps)]
-    return res
+@dataclass
+class _Slot:
+    "Place of a tensor in the state of an optimizer, which is in `depth` others"
+    depth:int
+    name:str
+    param:nn.Parameter # To which it belongs
+    container:object # Dict or list
+    key:object
 
-def _lists(o):
-    "Return the lists of parameters that the optimizer `o` has itself"
-    if isinstance(o, torch.optim.Optimizer): return [g['params'] for g in o.param_groups]
-    return o.param_lists if isinstance(o, Optimizer) and not isinstance(o, Lookahead) else []
+    @property
+    def value(self): return self.container[self.key]
+    @value.setter
+    def value(self, v): self.container[self.key] = v
+
+    @classmethod
+    def of(cls, opt, depth):
+        "Return the slots of `opt` itself"
+        res = []
+        for p,state in (vars(opt).get('state') or {}).items():
+            if not isinstance(state, dict): continue
+            res += [cls(depth, k, p, state, k) for k,v in state.items() if isinstance(v, Tensor)]
+        if not isinstance(opt, Lookahead): return res
+        for weights,ps in zip(opt.slow_weights or [], opt.param_lists): res += [cls(depth, 'slow_weights', p, weights, i) for i,p in enumerate(ps)]
+        return res
+
+def _slots(opt, every=False):
+    "Return a `_Slot` for each tensor in the state of `opt` that ranks divide, or for `every` one"
+    res = []
+    for depth,o in enumerate(opts_in(opt)):
+        if every or state_in_shards(o): res += _Slot.of(o, depth)
+    return res if every else [slot for slot in res if slot.value.ndim]
+
+# %% ../../nbs/603_shard.optimizer.ipynb #e0ccbb12
+def _lists(opt):
+    "Return the lists of parameters that `opt` has itself"
+    if isinstance(opt, torch.optim.Optimizer): return L(opt.param_groups).itemgot('params')
+    if isinstance(opt, Lookahead) or not isinstance(opt, Optimizer): return []
+    return opt.param_lists
+
+def _local_value(v, p): return local(v)
 
 def replace_params(
     opt, # fastai's or torch's optimizer, or `None`
     now:dict, # Parameter -> the one to be in its place
-    value:Callable=lambda v,p: v # Called with a tensor of the state and the parameter it belongs to; returns what takes its place
+    value:Callable=noop # Called with a tensor of the state and the parameter it belongs to; returns what takes its place
 ):
     "Exchange the parameters of `opt`, and the tensors of its state"
-    for *_,p,s,k in _slots(opt): s[k] = value(s[k], p)
+    for slot in _slots(opt): slot.value = value(slot.value, slot.param)
     for o in opts_in(opt):
         state = vars(o).get('state')
         if state:
@@ -89,7 +116,8 @@ def opt_shards(
     names:dict # Parameter in shards -> its name
 )->dict: # Depth of the optimizer, name of the parameter, key -> rows, and the parameter
     "Return the tensors in the state of `opt` that are in shards"
-    return {(d,names[p],n):(s[k],p) for d,n,p,s,k in _slots(opt) if p in names and local(s[k]).shape==local(p).shape}
+    slots = [o for o in _slots(opt) if o.param in names]
+    return {(o.depth,names[o.param],o.name):(o.value,o.param) for o in slots if local(o.value).shape==local(o.param).shape}
 
 def shard_state(
     v:torch.Tensor, # Of an optimizer's state
@@ -104,43 +132,43 @@ def shard_state(
 
 # %% ../../nbs/603_shard.optimizer.ipynb #b2775937
 def _row(p):
-    x = local(p)
-    if x is not p: x.grad = local(p.grad)
-    return x
+    rows = local(p)
+    if rows is not p: rows.grad = local(p.grad)
+    return rows
 
 def _full(p):
-    x = nn.Parameter(put_together(p, p), p.requires_grad)
-    if p.grad is not None: x.grad = put_together(p.grad, p)
-    return x
+    full = nn.Parameter(put_together(p, p), p.requires_grad)
+    if p.grad is not None: full.grad = put_together(p.grad, p)
+    return full
 
 # %% ../../nbs/603_shard.optimizer.ipynb #b3c482e4
 @torch.no_grad()
 def _step(self, closure=None):
     "Take a step as `Optimizer.step` does, of one parameter after the other, on this rank's rows where each element is treated by itself"
     if closure is not None: raise NotImplementedError('fastai\'s optimizers do not support a closure')
-    own = steps_by_element(self)
+    on_rows = steps_by_element(self)
     for p,_,state,hyper in self.all_params(with_grad=True):
-        x = _row(p) if own else p
+        x = _row(p) if on_rows else p
         for k,v in state.items():
-            if own: state[k] = local(v)
-            elif isinstance(v, Tensor) and v.ndim: state[k] = shard_state(v, p)
+            if on_rows: state[k] = local(v)
+            elif isinstance(v, Tensor): state[k] = shard_state(v, p)
         for cb in self.cbs: state = _update(state, cb(x, **{**state, **hyper}))
         self.state[p] = state
 
 def _torch_step(self, closure=None):
     "Step a torch optimizer on this rank's rows, or on full parameters where it may mix their elements"
-    divided,others = state_in_shards(self),{}
+    divided = state_in_shards(self)
     if closure or divided and not steps_by_element(self): return type(self).step(self, closure)
-    for p in chain(*_lists(self)):
-        if isinstance(p, DTensor): others[p] = _row(p) if divided else _full(p)
-    replace_params(self, others, lambda v,p: local(v))
+    make = _row if divided else _full
+    stepped = {p:make(p) for p in chain(*_lists(self)) if isinstance(p, DTensor)}
+    replace_params(self, stepped, _local_value)
     try: res = type(self).step(self)
     finally:
-        replace_params(self, {x:p for p,x in others.items()})
+        replace_params(self, {x:p for p,x in stepped.items()})
         if divided:
-            for x in others.values(): x.grad = None
+            for rows in stepped.values(): rows.grad = None
     if not divided:
-        for p,x in others.items(): local(p.detach()).copy_(rows_of(x.detach(), p.device_mesh))
+        for p,full in stepped.items(): local(p.detach()).copy_(rows_of(full.detach(), p.device_mesh))
     return res
 
 # %% ../../nbs/603_shard.optimizer.ipynb #53913dbb
@@ -156,7 +184,7 @@ def step_rows(
         if isinstance(o, torch.optim.Optimizer):
             o.step = MethodType(_torch_step, o)
             if not state_in_shards(o) and not dist.get_rank(): warn(_mixes.format(type(o).__name__))
-        elif isinstance(o, Optimizer) and type(o).step is Optimizer.step:
+        elif getattr(type(o), 'step', None) is Optimizer.step:
             lists = ListSteps(o, _row, steps_by_element, MethodType(_step, o))
             vars(o).update(step=lists.step, zero_grad=lists.zero_grad)
 
@@ -165,15 +193,15 @@ def step_full(
 ):
     "Undo `step_rows`"
     for o in opts_in(opt):
-        f = vars(o).get('step')
-        if getattr(f, '__func__', None) is _torch_step: del o.step
-        elif getattr(getattr(f, '__self__', None), 'row', None) is _row: del o.step,o.zero_grad
+        step = vars(o).get('step')
+        if getattr(step, '__func__', None) is _torch_step: del o.step
+        elif getattr(getattr(step, '__self__', None), 'row', None) is _row: del o.step,o.zero_grad
 
 # %% ../../nbs/603_shard.optimizer.ipynb #3febdb36
 class RowScaler(GradScaler):
     "`GradScaler` that unscales rows, and finds what overflows on any rank"
     def _unscale_grads_(self, optimizer, *args):
-        groups = [dict(params=[_row(p) for p in g['params']]) for g in optimizer.param_groups]
+        groups = [dict(params=list(map(_row, g['params']))) for g in optimizer.param_groups]
         res = super()._unscale_grads_(SimpleNamespace(param_groups=groups), *args)
         for t in res.values(): all_reduce(t, 'max', kind='step')
         return res
@@ -210,8 +238,8 @@ class OptimizerShards:
     ):
         "Cut what `opt` has read, and copy the rest of it out of the file, which may be mapped into memory"
         self.give(opt)
-        for *_,s,k in _slots(opt, True):
-            if not isinstance(s[k], DTensor): s[k] = s[k].clone()
+        for slot in _slots(opt, True):
+            if not isinstance(slot.value, DTensor): slot.value = slot.value.clone()
 
     def restore(self,
         opt, # As for `give`
@@ -224,7 +252,7 @@ class OptimizerShards:
     @contextmanager
     def resharded(self, opt):
         "Return a context manager in which models are sharded again, and `opt` keeps the rows of its state"
-        replace_params(opt, self.models.users(), lambda v,p: local(v))
+        replace_params(opt, self.models.users(), _local_value)
         yield
         self.give(opt)
 
@@ -234,10 +262,10 @@ class OptimizerShards:
         state:dict # Identity of a tensor of its state -> all of it
     ):
         "Return a context manager in which `opt` is the user's, with what is in `state`"
-        now,before = self.models.now(),{(id(s),k):s[k] for *_,s,k in _slots(opt)}
+        now,before = self.models.now(),[(slot,slot.value) for slot in _slots(opt)]
         self.restore(opt, state)
         try: yield
         finally:
             replace_params(opt, now)
-            for *_,s,k in _slots(opt): s[k] = before.get((id(s),k), s[k])
+            for slot,rows in before: slot.value = rows
             step_rows(opt)
