@@ -32,8 +32,8 @@ def stamp_torch(st):
 
 def dispatch(_, event_name): return f'dispatch of {event_name}'
 
-def stamp_fastai(st):
-    "Put stamps on functions of a Learner and its optimizer, and on all classes of callbacks, metrics and loaders that there are"
+def stamp_fastai(st, package):
+    "Put stamps on functions of a Learner and its optimizer, on all classes of callbacks and metrics that there are, and on the loaders of `package`; fastdist goes over one that is replaced in another way"
     for k,name in learner_parts.items(): st.patch(Learner, k, name)
     for k,name in opt_parts.items(): st.patch(Optimizer, k, name)
     st.patch(BaseLoss, '__call__', 'around the loss')
@@ -41,7 +41,8 @@ def stamp_fastai(st):
     for c in subclasses(Callback):
         for o in _events: st.patch(c, o, f'{c.__name__}.{o}')
     for c in subclasses(Metric): st.patch(c, 'accumulate', f'metric {c.__name__}')
-    for c in subclasses(DataLoader): st.patch_iter(c, 'batch')
+    for c in subclasses(DataLoader):
+        if c.__module__.partition('.')[0]==package: st.patch_iter(c, 'batch')
 
 def stamp_fastdist(st):
     "Put stamps on what fastdist lends a Learner in the place of these; what it does not have is passed over"
@@ -86,12 +87,13 @@ class Stamped:
 class StampedLoop(Stamped, Loop): pass
 
 class StampedFastai(Stamped, Fastai):
+    loaders = 'fastai'
     def stamp(self):
         super().stamp()
-        stamp_fastai(self.stamps)
+        stamp_fastai(self.stamps, self.loaders)
         stamp_fastdist(self.stamps)
 
-class StampedFastdist(StampedFastai, Fastdist): pass
+class StampedFastdist(StampedFastai, Fastdist): loaders = 'fastdist'
 
 class StampedLean(StampedFastdist):
     "A Learner in one process, with the step that fastdist's ranks make"

@@ -238,7 +238,7 @@ class Evaluate(JobCallback):
 
     def _has_mean(self):
         "Return whether the batch has targets, and a loss that is one number"
-        return len(self.learn.yb)>0 and not self.learn.loss.ndim
+        return len(self.learn.yb)>0 and not untyped(self.learn.loss).ndim
 
     def before_train(self):
         "Begin to note what steps leave in the loss function, if a metric reads that"
@@ -258,7 +258,8 @@ class Evaluate(JobCallback):
         learn = self.learn
         if learn.training or not self.reduction.kind.counts or not self._has_mean(): return
         n = normaliser(self.reduction.loss_func, learn.yb[0])
-        if n is not None: learn.loss = torch.where(torch.as_tensor(n, device=learn.loss.device)>0, learn.loss, 0.)
+        if isinstance(n, Tensor): learn.loss = torch.where(n>0, learn.loss, 0.) # without waiting for a GPU
+        elif n==0: learn.loss = torch.zeros_like(learn.loss)
 
     def after_batch(self):
         "Record size and loss of the batch, and exchange it for metrics that need it whole"

@@ -77,7 +77,7 @@ def normaliser(
     opts = _class_options(loss_func)
     if opts is None or not isinstance(y, torch.Tensor) or y.is_floating_point(): return
     weight,ignored = opts
-    if weight is None and y.is_cpu and y.ndim==1 and len(y)<=512: return len(y)-y.tolist().count(ignored) # Python counts a few faster
+    if weight is None and y.is_cpu and y.ndim==1 and y.numel()<=512: return y.numel()-y.tolist().count(ignored) # Python counts a few faster
     counts = y!=ignored
     if weight is None: res = counts.sum()
     else: res = (weight.to(y.device)[torch.where(counts, y, 0).long()]*counts).sum()

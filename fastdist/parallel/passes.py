@@ -260,13 +260,12 @@ def suspended_grads(
     params:list # With or without gradients
 ):
     "Return a context manager in which `params` start without gradients; on exit those that they had before are added"
-    old = [p.grad for p in params]
-    for p in params: p.grad = None
+    old = [(p, p.grad) for p in params if p.grad is not None]
+    for p,_ in old: p.grad = None
     try: yield
     finally:
         with torch.no_grad():
-            for p,g in zip(params, old):
-                if g is None: continue
+            for p,g in old:
                 if p.grad is not None: g.add_(p.grad)
                 p.grad = g
 

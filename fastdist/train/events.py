@@ -21,9 +21,9 @@ __all__ = ['cancels', 'accumulate', 'records_plainly', 'record_batch', 'call_of'
            'raised_in', 'is_agreed', 'answers', 'deciders', 'reverted', 'Rank0Calls', 'Events', 'cancel_number']
 
 # %% ../../nbs/701_train.events.ipynb #ae8c6caa
-import traceback,zlib
+import operator,traceback,zlib
 from contextlib import ExitStack,contextmanager
-from operator import attrgetter,is_not
+from operator import attrgetter
 from fastcore.all import *
 from fastai.basics import *
 from fastai.callback.tracker import TerminateOnNaNCallback
@@ -46,6 +46,10 @@ def _on_plain(met, learn):
     "Return whether the function of `met` is fastai's, and gets plain tensors"
     return getattr(met.func, '__module__', '')=='fastai.metrics' and {*map(type, (learn.pred,*learn.yb))}=={Tensor}
 
+def _mean_loss(l):
+    "Return the mean of the loss `l` on the CPU, by no operation where it is that already, as on ranks"
+    return l.detach().mean().cpu() if l.ndim or l.requires_grad or not l.is_cpu else l
+
 def accumulate(
     met:Metric, # fastai's or a user's
     learn:Learner # After a batch
@@ -58,7 +62,7 @@ def accumulate(
     cls = type(getattr(met, k))
     with plain():
         if kind is not AvgSmoothLoss: met.accumulate(learn)
-        else: met.count,met.val = met.count+1,torch.lerp(learn.loss.detach().mean().cpu(), met.val, met.beta) # as fastai's, in each step
+        else: met.count,met.val = met.count+1,torch.lerp(_mean_loss(learn.loss), met.val, met.beta) # as fastai's, in each step
     value = getattr(met, k)
     if type(value) is Tensor and issubclass(cls, Tensor): setattr(met, k, torch.as_subclass(value, cls))
 
@@ -69,19 +73,23 @@ def records_plainly(
     "Return whether `rec` is fastai's `Recorder` with nothing of its batches replaced, so that `record_batch` does what its `after_batch` does"
     return type(rec) is Recorder and 'after_batch' not in vars(rec) and Recorder.after_batch.__module__=='fastai.learner'
 
+def _due_metrics(rec, learn):
+    "Return the metrics of a batch, as fastai's `_train_mets` and `_valid_mets`, which make an `L` or two in each step"
+    state = vars(rec)
+    if not learn.training:
+        if state.get('cancel_valid') or not rec.valid_metrics: return ()
+        return rec.loss,*learn.metrics
+    if state.get('cancel_train'): return ()
+    return (rec.smooth_loss,*learn.metrics) if rec.train_metrics else (rec.smooth_loss,)
+
 def record_batch(
     rec:Recorder # For which `records_plainly`
 ):
     "Update all metrics; in training record learning rate and smooth loss"
     learn = rec.learn
     if not len(learn.yb): return
-    if not learn.training:
-        for m in rec._valid_mets: accumulate(m, learn)
-        return
-    if not vars(rec).get('cancel_train'): # fastai's `_train_mets` would make lists in each step
-        accumulate(rec.smooth_loss, learn)
-        if rec.train_metrics:
-            for m in learn.metrics: accumulate(m, learn)
+    for m in _due_metrics(rec, learn): accumulate(m, learn)
+    if not learn.training: return
     rec.lrs.append(learn.opt.hypers[-1]['lr'])
     learn.smooth_loss = rec.smooth_loss.value
     rec.losses.append(learn.smooth_loss)
@@ -313,7 +321,7 @@ class Events:
         if event_name=='after_loss': self.loss_computed()
         self.at = event_name
         cbs,key = learn.cbs.items,(event_name, learn.training, self.voting)
-        if len(cbs)!=len(self.planned) or any(map(is_not, cbs, self.planned)): # callbacks may call themselves equal
+        if len(cbs)!=len(self.planned) or any(map(operator.is_not, cbs, self.planned)): # callbacks may call themselves equal; fastcore's `is_not` is another
             self.planned,self.plans = list(cbs),{}
         if key not in self.plans: self.plans[key] = [*self._plan(event_name)]
         for cb,call in self.plans[key]:

@@ -24,7 +24,7 @@ __all__ = ['term_of', 'scale_terms', 'adds_terms', 'RegularisationTerms', 'Windo
 
 # %% ../../nbs/705_train.gradients.ipynb #2bfa4b6d
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack,nullcontext
 from types import SimpleNamespace
 from warnings import warn
 from fastcore.all import *
@@ -248,12 +248,12 @@ class BackwardPasses:
         "Begin a batch, whose loss has no pass yet"
         self.due,self.n = True,0
         self.before = vars(self.learn).get('loss') # of the batch before; fastai's 0 at the first
-        if self.window: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
+        if self.window.several: self.window.plan(self.phases.source, self.learn.iter, self.learn.n_iter)
 
     def loss_computed(self):
         "Note the loss function that has computed the batch's loss, and find out how it reduces"
-        self.reduction.record()
-        if self.due: self.determine_reduction()
+        known = self.reduction.record()
+        if self.due and not known: self.determine_reduction()
 
     def determine_reduction(self):
         "Find out how the loss of the batch reduces, unless that is known"
@@ -273,8 +273,8 @@ class BackwardPasses:
             if isinstance(f, Tensor) or f!=1: g = _times(t, g, f)
             if self.lossless: self.sums[1] = math.nan # so that all ranks know
         of_all_ranks = [] # parameters with gradients of all ranks
-        if not win and (self.added or self.leftover): of_all_ranks = layout.trained.active
-        with suspended_grads(of_all_ranks):
+        if not win.several and (self.added or self.leftover): of_all_ranks = layout.trained.active
+        with suspended_grads(of_all_ranks) if of_all_ranks else nullcontext():
             layout.backward(run, t, g, self.sums)
             mean = layout.reduce(self.sums, wanted=win.ends) if self.exchanges else None
             if win.ends: divide_grads(layout.trained.active, self._read(mean))
@@ -290,7 +290,7 @@ class BackwardPasses:
         "Send `e` with gradients of zero, and raise what all ranks cancel by; return where the batch has no pass over its loss to come"
         learn,ends = self.learn,(CancelBatchException,CancelTrainException,CancelEpochException,CancelFitException)
         if self.n or not self.due: return
-        if self.window or not isinstance(e, ends): return
+        if self.window.several or not isinstance(e, ends): return
         if event=='after_pred':
             if not self.reduction.is_known: return
             learn.loss_grad = sum(t.sum() for _,t in leaves('', learn.pred) if getattr(t, 'requires_grad', False))
@@ -305,14 +305,14 @@ class BackwardPasses:
 
     def _cancelled(self, mean):
         "Return what ranks cancel the batch by, `None` where none does; its gradients are zero then, and where a rank has no loss of it the loss is that of the batch before"
-        if self.window or not self.many: return
+        if self.window.several or not self.many: return
         requests,mine,self.cancel,self.lossless = self.layout.requests,self.cancel,None,False
         if not self.joins and isinstance(requests.cancels, Tensor): return # to look would wait for the GPU
         n = requests.cancelled()
         if not n: return
         for p in self.layout.trained.active:
             if p.grad is not None: local(p.grad).zero_()
-        if mean[1].isnan(): self.learn.loss = self.loss = self.before
+        if math.isnan(mean[1]): self.learn.loss = self.loss = self.before
         e = mine if isinstance(mine, cancels[n-1]) else cancels[n-1]()
         e.agreed = True
         return e
@@ -320,7 +320,7 @@ class BackwardPasses:
     def _add(self, scale):
         "Add the numbers of a batch to those that are sent; return the factor of its loss"
         win,learn,numbers = self.window,self.learn,scale.numbers(self.learn.loss)
-        if not win:
+        if not win.several:
             d = self._means_ahead(scale)[1] if self.first and self.batch.divides_unevenly else 1.
             self.sums,self.fractions = numbers,d
             return scale.factor(d=d)
@@ -340,9 +340,9 @@ class BackwardPasses:
 
     def _read(self, mean):
         "Take the loss from `mean` over ranks of what was sent; return by what gradients are to be divided"
-        a,b = mean.tolist() if mean.is_cpu else mean
+        a,b = mean
         divisor,self.sums,self.fractions = b/self.fractions,0.,0.
-        if not self.window:
+        if not self.window.several:
             if isinstance(b, Tensor) or b: self._set_loss(a/b)
             else: self._set_loss(math.nan)
         if not self.window.callback: return divisor
@@ -364,7 +364,7 @@ class BackwardPasses:
     def reduce_loss(self):
         "Make the loss of a batch whose pass did not send it that of all ranks; one all-reduce"
         loss = vars(self.learn).get('loss')
-        if self.window or not self.many: return
+        if self.window.several or not self.many: return
         if loss is None or loss is self.loss: return
         num,den = all_reduce(self.batch.scale().numbers(torch.as_tensor(loss)))
         self._set_loss(num/den)
@@ -482,7 +482,7 @@ class GlobalGradients(JobCallback):
         "Begin a fit"
         self.passes.begin(window)
         self.passes.joins = any(is_users(cb) and answers(cb, o) for cb in self.learn.cbs for o in _joins)
-        if not window or self.phases.size==1 or self.phases.world.rank: return
+        if not window.several or self.phases.size==1 or self.phases.world.rank: return
         names = sorted({type(o).__name__ for o in self.learn.cbs if may_read_loss(o)})
         if names: self.unsettled.add(_own_loss.format(', '.join(names)))
 
@@ -514,7 +514,7 @@ class GlobalGradients(JobCallback):
     def wrap(self):
         "Wrap the parameters that the Learner trains now, and watch its backward passes"
         self.layout.wrap(self.learn)
-        if self.phases.size==1 and not self.passes.window: return
+        if self.phases.size==1 and not self.passes.window.several: return
         if not self.watched:
             self.hooks.enter_context(each_backward(self._on_backward))
             self.hooks.enter_context(each_registration(partial(self.registered.append, True)))

@@ -84,8 +84,8 @@ class Phases:
     @property
     def source(self):
         "Loader from which batches come: `learn.dl`, or the share if a callback put something around it"
-        ph = self.running
-        share = ph and ph.dl
+        ph = self.open[-1] if self.open else None # as `running`
+        share = None if ph is None or ph.ended else ph.dl
         return self.learn.dl if share is None or share.in_step else share
 
     def local_loader(self,

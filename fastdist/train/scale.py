@@ -68,7 +68,7 @@ class BatchScale:
         "Return weighted loss and denominator, without waiting for a GPU; a loss with weight 0 may be no number"
         l,w,d = loss.detach(),self.weight,self.denominator
         if l.ndim: l = l.mean()
-        if l.is_cpu: return torch.tensor([l.item()*w if w else 0., d], dtype=torch.float32)
+        if l.is_cpu: return torch.from_numpy(np.array([l.item()*w if w else 0., d], np.float32)) # in a third of the time of `torch.tensor`
         l = l.float()
         w,d = [o.float() if isinstance(o, Tensor) else torch.full_like(l, o) for o in (w,d)]
         return torch.stack([torch.where(w>0, l*w, 0.), d])
@@ -91,9 +91,8 @@ class AccumulationWindow:
     ):
         if callback and every>1: raise OptionError('gradient_accumulation_steps', every, 'there is the callback GradientAccumulation as well. HINT: one of them')
         self.every,self.callback,self.fraction,self.ends = every,callback,1.,True
+        self.several = every>1 or callback is not None # whether several batches make a step
         self.seen = self.exchanged = 0 # samples of the window so far, as planned; those of them that an exchange has counted
-
-    def __bool__(self): return self.every>1 or self.callback is not None
 
     def plan(self,
         dl, # A share, or the loader of one process
@@ -162,7 +161,9 @@ class CurrentBatch:
     @property
     def part(self):
         "Planned samples of this rank over the mean of all ranks; 0 for a sample that only makes the step"
-        dl = self.phases.source
+        return self._part_of(self.phases.source)
+
+    def _part_of(self, dl):
         if self.empty: return 0.
         return dl.weight(self.learn.iter) if isinstance(dl, DistributedDL) else 1.
 
@@ -176,15 +177,15 @@ class CurrentBatch:
         fraction:float=1. # Of the batch in its accumulation window
     )->BatchScale:
         "Return the scale of this rank's batch, by its samples and targets of now; once a fit, in training, ranks exchange how many targets a sample has"
-        learn,size,(summed,counts) = self.learn,self.size,self.reduction.kind
-        total,counted = batch_total(self.phases.source, learn.iter),None
-        samples = self._samples(total)
+        dl,(summed,counts),counted = self.phases.source,self.reduction.kind,None
+        total = batch_total(dl, self.learn.iter)
+        samples = self._samples(dl, total)
         if counts and not summed: counted = self._counted(samples, total)
-        return BatchScale(samples, size, summed, counted, fraction)
+        return BatchScale(samples, self.size, summed, counted, fraction)
 
-    def _samples(self, total):
+    def _samples(self, dl, total):
         "Return `part`, or what it is where callbacks have left samples out"
-        learn,dl,samples = self.learn,self.phases.source,self.part
+        learn,samples = self.learn,self._part_of(dl)
         if not samples or not isinstance(dl, DistributedDL): return samples
         if not dl.partition.bs and learn.iter not in dl.totals: return samples # nobody knows how many were planned
         planned = round(samples*total/self.size)

@@ -267,7 +267,7 @@ class Training:
         window = AccumulationWindow(steps, counts)
         self.gradients.begin(window)
         self.events.forget()
-        self.events.windowed,self.events.around = bool(window),self.gradients.around if many else None
+        self.events.windowed,self.events.around = window.several,self.gradients.around if many else None
         for mp in learn._grab_cbs(MixedPrecision): _set_precision(mp, job, phases)
         if many:
             share = phases.local_loader(learn.dls.train)
