@@ -39,7 +39,7 @@ class _Copies(DefaultSavePlanner):
 def _holds(item):
     at = item.tensor_data.chunk
     where = f' from {list(at.offsets)} of {list(item.tensor_data.size)}' if at.sizes!=item.tensor_data.size else ''
-    return f'{str(item.tensor_data.properties.dtype).removeprefix("torch.")} {list(at.sizes)}{where}'
+    return f'{dtype_name(item.tensor_data.properties.dtype)} {list(at.sizes)}{where}'
 
 # %% ../../nbs/404_state.dcp.ipynb #79226289
 @contextmanager

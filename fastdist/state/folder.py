@@ -94,7 +94,7 @@ def record(
     return dict(size=Path(file).stat().st_size, crc32=checksum(file), holds=names)
 
 # %% ../../nbs/403_state.folder.ipynb #111970fc
-def _shown(t): return f'{str(t.dtype).removeprefix("torch.")} {list(t.shape)}'
+def _shown(t): return f'{dtype_name(t.dtype)} {list(t.shape)}'
 
 def _sync(path):
     "Wait until the contents of file `path`, or the names in folder `path`, are on the disk"
