@@ -58,10 +58,10 @@ class Writer:
         e:OSError=None # With the path; that of the last state by default, if there was one
     ):
         "Warn of `e`, once for each path"
-        e,self.refused = e or self.refused,None
-        if e is None or e.filename in self.reported: return
-        self.reported.add(e.filename)
-        warn(f'A state could not be written to {e.filename}: {e.strerror or e}. Training continues, and the states before stay. '
+        error,self.refused = e or self.refused,None
+        if error is None or error.filename in self.reported: return
+        self.reported.add(error.filename)
+        warn(f'A state could not be written to {error.filename}: {error.strerror or error}. Training continues, and the states before stay. '
             'HINT: free disk space there or use another path; this is said once, and each later state is tried again')
 
     def join(self):
@@ -233,8 +233,8 @@ class StopSignals:
 
     def _report(self, text):
         w = this_world()
-        start = '\n' if w.rank==0 and sys.stderr.isatty() else '' # a bar of progress leaves the cursor behind it
-        line = f'{start}fastdist: {f"rank {w.rank}: " if w.size>1 else ""}{text}\n'
+        line = f'fastdist: rank {w.rank}: {text}\n' if w.size>1 else f'fastdist: {text}\n'
+        if w.rank==0 and sys.stderr.isatty(): line = '\n'+line # a bar of progress leaves the cursor behind it
         try: sys.stderr.write(line)
         except RuntimeError: os.write(2, line.encode()) # it came in the middle of another write
 
@@ -244,7 +244,8 @@ class StopSignals:
         "Return the number of the signal that any rank has got; one vote, after which it counts as heard"
         mine = int(self.asked or 0)
         self.handled = bool(mine)
-        return job.agree('the signal to stop', mine) if job else mine
+        if job: return job.agree('the signal to stop', mine)
+        return mine
 
 def _is_users(handler):
     "Return whether `handler` is a Python function other than that of torch's launcher, which ranks that are forked from it inherit"
@@ -285,7 +286,7 @@ class CheckpointedFit:
         "Call `do` and write the state of the end of the fit; where the fit was cut off, resume it"
         fit = self.fit
         if fit.found: fit.announce()
-        if fit.rank==0: fit.record.begin(fit.found and fit.found['about'])
+        if fit.rank==0: fit.record.begin(fit.found and fit.found.state.about)
         with self.signals:
             do()
             self.states.save(self.learn.n_epoch, 0, ended=True, wait=True)
@@ -298,11 +299,13 @@ class CheckpointedFit:
     ):
         "Call `run` unless the epoch was done, then do what was put off to its end"
         fit,learn,found = self.fit,self.learn,self.fit.found
-        if found and not fit.rows: self._show_rows(found['learner']['rows'])
-        if found and learn.epoch<found['about']['epoch']: return
-        if found and not found['about']['batch']:
-            fit.put_back()
-            fit.set_random()
+        if found:
+            if not fit.rows: self._show_rows(found.learner['rows'])
+            epoch,batch = found.state.about['epoch'],found.state.about['batch']
+            if learn.epoch<epoch: return
+            if not batch:
+                fit.put_back()
+                fit.set_random()
         run()
         if hasattr(learn, 'recorder'): fit.rows.append(list(learn.recorder.log))
         if self.owed: self.act(self.owed, learn.epoch+1, 0)
@@ -325,7 +328,8 @@ class CheckpointedFit:
         "Return the share of the running epoch, in one process the loader, also where a callback has put something around it"
         running,dl = self.fit.loaders.running,self.learn.dl
         if running and running.dl is not None: return running.dl
-        return dl if is_loader(dl) else self.share or self.learn.dls.train
+        if is_loader(dl): return dl
+        return self.share or self.learn.dls.train
 
     def _pass(self, f):
         "Call `f`, from the batch on at which the state was made; note the values before the first batch, since events have set some anew"
@@ -337,7 +341,7 @@ class CheckpointedFit:
         f()
 
     def _resume(self, f, dl):
-        learn,fit,batch,one_batch = self.learn,self.fit,self.fit.found['about']['batch'],self.learn.one_batch
+        learn,fit,batch,one_batch = self.learn,self.fit,self.fit.found.state.about['batch'],self.learn.one_batch
         if fit.size==1 and not isinstance(dl, DistributedDL): dl = learn.dl = StepDL(dl, 0, 1) # a callback has put it there
         fit.put_back()
         random,order = fit.before
@@ -345,7 +349,7 @@ class CheckpointedFit:
         set_order_state(dl, order)
         dl.resume_at(batch, partial(fit.set_random, dl.dl), order['alive'])
         with overridden(learn, one_batch=lambda i,b: one_batch(i+batch, b)): f()
-        if fit.found: raise ResumeError(fit.found['path'], 'a position within an epoch, and a callback has put a '
+        if fit.found: raise ResumeError(fit.found.state.path, 'a position within an epoch, and a callback has put a '
             f'{type(learn.dl).__name__} in the place of the loader, which cannot leave out the batches that are done',
             'Checkpoint(minutes=None) makes states at the ends of fits only')
 
@@ -378,7 +382,7 @@ class CheckpointedFit:
         "Write a state, and stop where `what` is 'stop'; at the end of the epoch, where states are made between epochs only"
         between_epochs = self.fit.size>1 and getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False)
         if between_epochs and batch:
-            self.owed = 'stop' if self.owed=='stop' else what
+            if self.owed!='stop': self.owed = what
             return
         self.owed = None
         self.states.save(epoch, batch, wait=what=='stop')
@@ -448,7 +452,8 @@ class Checkpoint(OverridingCallback):
 
     def _is_in_charge(self):
         "Return whether this is the `Checkpoint` of the Learner, and no learning rate is searched for"
-        cbs = self.learn._grab_cbs(Checkpoint) if self.learn is not None else []
+        if self.learn is None: return False
+        cbs = self.learn._grab_cbs(Checkpoint)
         if len(cbs)>1: raise ValueError(f'You gave the Learner {len(cbs)} callbacks Checkpoint, for '
             f'{", ".join(str(o.path) for o in cbs)}. HINT: one of them')
         return list(cbs)==[self] and not self.learn._grab_cbs(LRFinder)

@@ -39,7 +39,8 @@ def values(
 
 def _copy(v):
     "Return a copy of `v`; of a long list, as those of a recorder that only grows, without its items, which takes seconds"
-    return list(v) if type(v) is list and len(v)>1000 else copied(v)
+    if type(v) is list and len(v)>1000: return list(v)
+    return copied(v)
 
 # %% ../../nbs/405_state.progress.ipynb #c2627be1
 def _is_users(o): return made_in(type(o)).partition('.')[0] not in ('fastai','fastcore','fastdist')
@@ -65,7 +66,7 @@ class FitChanges:
         learn:Learner, # About to fit
         names:set=None # Pairs of an owner and an attribute that earlier fits have changed; grows
     ):
-        self.learn,self.names = learn,set() if names is None else names
+        self.learn,self.names = learn,ifnone(names, set())
         self.objects = {k:dict(vars(o)) for k,o in owners(learn).items()}
         self._compare()
 
@@ -124,12 +125,13 @@ class FitChanges:
         "Return the user's callbacks that have changed, and do not say what they save, with what is saved as it is and what is lost"
         res = {}
         for name,cb in self._of_users().items():
-            before,known = self.objects.get(name, {}),values(cb)
-            new = {k:v for k,v in vars(cb).items() if before.get(k) is not v}
-            lost = ', '.join(k for k,v in new.items() if kind_of(v)!=Kind.refers and k not in known)
-            saved = ', '.join(k for k in changed[name] if k!='run') # that is fastai's
-            without = f', and without {lost}, which is no value' if lost else ''
-            if saved or lost: res[name] = f'{name} goes on with {saved or "nothing"} as it is{without}'
+            before,known,lost = self.objects.get(name, {}),values(cb),[]
+            for k,v in vars(cb).items():
+                if before.get(k) is not v and k not in known and kind_of(v)!=Kind.refers: lost.append(k)
+            saved = [k for k in changed[name] if k!='run'] # that is fastai's
+            if not saved and not lost: continue
+            res[name] = f'{name} goes on with {", ".join(saved) or "nothing"} as it is'
+            if lost: res[name] += f', and without {", ".join(lost)}, which is no value'
         return res
 
 # %% ../../nbs/405_state.progress.ipynb #fb523cc2
@@ -143,7 +145,8 @@ def left_in(
     for o in ranks:
         for n,g in o['left'].items(): res[n] = res.get(n, 0)+g/len(ranks)
     res |= state.get('left', {})
-    for n,gs in state.get('unsynced', {}).items() if whole else (): res[n] = res.get(n, 0)+sum(gs)/len(gs)
+    if not whole: return res
+    for n,gs in state.get('unsynced', {}).items(): res[n] = res.get(n, 0)+sum(gs)/len(gs)
     return res
 
 # %% ../../nbs/405_state.progress.ipynb #9dc0fc59
@@ -165,8 +168,10 @@ def put_back(
     own = {k:_read_own(k, v, path) for k,v in state['own'].items() if k in takes}
     found = {k:v for k,v in (state['values'] | mine['values']).items() if k not in takes}
     LearnerState(state, own=own, values=found, attrs=state['attrs'] | mine['attrs'], orders=[]).put(learn)
-    left = state.get('left', {})
+    in_shards = state.get('left', {})
+    whole = in_shards | mine['left']
     for n,p in learn.model.named_parameters():
-        g = left.get(n) if _in_shards(p) else mine['left'].get(n, left.get(n))
-        if g is not None: p.grad = g.to(p.device, copy=True)
-        else: p.grad = torch.zeros_like(p) if n in state['had_grads'] else None
+        left = (in_shards if _in_shards(p) else whole).get(n)
+        if left is not None: p.grad = left.to(p.device, copy=True)
+        elif n in state['had_grads']: p.grad = torch.zeros_like(p)
+        else: p.grad = None

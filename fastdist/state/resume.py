@@ -14,11 +14,12 @@ The script may have been edited before it is started again. What is in the state
 
 # %% auto #0
 __all__ = ['Fits', 'FitsByPath', 'fits_of', 'training_facts', 'check_same_training', 'LocalLoaders', 'LocalLayout', 'FitRecord',
-           'Fit']
+           'FoundState', 'Fit']
 
 # %% ../../nbs/407_state.resume.ipynb #07b0c530
 import json,os,sys
 from contextlib import contextmanager,suppress
+from dataclasses import dataclass
 from uuid import uuid4
 from warnings import warn
 from fastcore.all import *
@@ -40,8 +41,9 @@ from .consistency import *
 # %% ../../nbs/407_state.resume.ipynb #10a18641
 def _cell():
     "Return number and text of the cell that a notebook executes, `None` in a script"
-    shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-    return (shell.execution_count,shell.history_manager.input_hist_raw[-1]) if shell else None
+    if 'IPython' not in sys.modules: return
+    shell = sys.modules['IPython'].get_ipython()
+    if shell: return shell.execution_count,shell.history_manager.input_hist_raw[-1]
 
 _process = uuid4().hex # of this process and its forks
 
@@ -90,7 +92,8 @@ def training_facts(
     res = {'model':form(learn.model), 'global batch':batch, 'number of epochs':learn.n_epoch, 'optimizer':type(opt).__name__}
     for name,dl in named_loaders(learn.dls).items():
         res |= {k:v for k,v in data_digest(dl, name).items() if 'batch size' not in k}
-    steps = [name_of(cb) for cb in opt.cbs] if isinstance(opt, Optimizer) else [type(getattr(opt, 'opt', opt)).__name__]
+    if isinstance(opt, Optimizer): steps = [*map(name_of, opt.cbs)]
+    else: steps = [type(getattr(opt, 'opt', opt)).__name__]
     metrics = [str(m.name) for m in learn.metrics]
     columns = {k:bool(getattr(rec, k, False)) for k in ('train_metrics','valid_metrics','add_time')}
     return res | {'seed':seed_of(learn), 'steps of the optimizer':steps} | dict(zip(_of_rows, (metrics,columns)))
@@ -110,7 +113,8 @@ def check_same_training(
     if changes: raise ResumeError(path, f'another model: {changes}', _elsewhere)
     a,b = was['global batch'],now['global batch']
     if a!=b:
-        fits = f'bs={a//ranks}' if a and a%ranks==0 else f'a number of ranks that divides {a}'
+        if a and a%ranks==0: fits = f'bs={a//ranks}'
+        else: fits = f'a number of ranks that divides {a}'
         raise ResumeError(path, f'batches of {a} samples on all ranks together; {ranks} ranks make batches of {b} here', fits)
     free = _of_rows if done else ()
     for k in {**was, **now}:
@@ -126,7 +130,7 @@ class LocalLoaders:
         cls:type # Class of a share
     ): # `None` where `dl` has no share
         "Return the share of `dl`"
-        return cls(dl, 0, 1) if is_loader(dl) else None
+        if is_loader(dl): return cls(dl, 0, 1)
 
 class LocalLayout:
     "Layout of a model that one process has; on ranks the job hands over an object with the same names, and with `files`, which take a state apart, where it `gathers`"
@@ -134,6 +138,10 @@ class LocalLayout:
     looks = False # whether each step looks for parameters without a gradient
 
 # %% ../../nbs/407_state.resume.ipynb #6d45c748
+def _size(path):
+    with suppress(OSError): return os.path.getsize(path)
+    return 0
+
 class FitRecord:
     "File beside the states while a fit runs, with the fit's number and the lengths of appended logs when it began"
     def __init__(self,
@@ -142,7 +150,7 @@ class FitRecord:
         number:int # Of the fit
     ):
         files = [str(learn.path/cb.fname) for cb in learn._grab_cbs(CSVLogger) if cb.append]
-        self.logs = {p:os.path.getsize(p) if os.path.exists(p) else 0 for p in files}
+        self.logs = {p:_size(p) for p in files}
         self.file,self.number = Path(path)/'fit.json',number
 
     def begin(self,
@@ -152,7 +160,7 @@ class FitRecord:
         with suppress(OSError,ValueError): about = about or json.loads(self.file.read_text())
         if about and about['fit']==self.number: self.logs |= about['logs']
         for path,size in self.logs.items():
-            if os.path.exists(path): os.truncate(path, min(size, os.path.getsize(path)))
+            if _size(path)>size: os.truncate(path, size)
         note = json.dumps(dict(fit=self.number, logs=self.logs)).encode()
         with suppress(OSError): write_atomically(lambda f: f.write(note), self.file) # the first state will tell of a disk that takes nothing
 
@@ -167,9 +175,18 @@ def _filled(v, folder):
     from fastdist.state.dcp import filled # what it imports of torch takes half a second
     return filled(v, folder)
 
+@dataclass
+class FoundState:
+    "State from which a fit resumes"
+    state:State # On the disk
+    done:bool # Whether the fit is
+    learner:dict=None # From `FitChanges.of_learner`
+    ranks:list=None # From `FitChanges.of_rank` on each rank
+
 class Fit:
     "One fit of a Learner with a `Checkpoint`: which one it is, how far it is, and the state from which it resumes"
-    found = before = None # what `find` has read; random states before the order of the epoch
+    found = before = None # `FoundState` from `find`; random states before the order of the epoch
+    rank,size = 0,1
     def __init__(self,
         learn:Learner, # Begins to fit
         path, # Of its `Checkpoint`
@@ -181,7 +198,7 @@ class Fit:
         self.learn,self.job,self.helpers = learn,current_job(),helpers
         self.states,self.fits = States(path, keep),fits_of(learn, path)
         self.loaders,self.layout = loaders or LocalLoaders(),layout or LocalLayout()
-        self.rank,self.size = (self.job.rank,self.job.size) if self.job else (0,1)
+        if self.job: self.rank,self.size = self.job.rank,self.job.size
         self.number,self.record = self.fits.done,FitRecord(learn, self.states.path, self.fits.done)
         self.steps,self.rows = 0,[] # of the optimizer and of the recorder, in this fit
         self.changes = FitChanges(learn, self.fits.changed)
@@ -196,37 +213,43 @@ class Fit:
     def batch(self):
         "Samples of a batch of all ranks, the same on any number of ranks that can go on"
         share = self.loaders.local_loader(self.learn.dls.train, StepDL)
-        return share.partition.g if share else None
+        if share: return share.partition.g
 
     def find(self):
         "Read the state from which the fit resumes into `found`; raise `ResumeError` where it is of another training"
         learn,found = self.learn,None
         self.facts = training_facts(learn, self.batch)
-        if self.rank==0: found = self._read()
+        if self.rank==0: found = self._find_state()
         if self.size>1: found = broadcast_obj(found)
-        if found and self.layout.gathers: found |= self._parts(State(Path(found['path']), found['record']))
-        trained_before = not found['done'] if found else self.fits.skipped
+        if found and self.layout.gathers: self._read(found)
+        trained_before = not found.done if found else self.fits.skipped
         if trained_before: # by a process in which fastai has read an item for `n_inp`
             with preserved_random(*user_loaders(learn.dls)): getattr(learn.dls, 'n_inp', None)
         self.found = found
 
-    def _read(self):
-        "Return what rank 0 sends to all ranks"
-        state,path = self.states.newest(),self.states.path
+    def _find_state(self):
+        "Return what rank 0 sends to all ranks, `None` where there is no state of this fit or a later one"
+        state = self.states.newest()
         if state is None: return
         self._check_maker(state.about)
-        if state.about['fit']<self.number: return
-        done = state.about['fit']>self.number or state.about['ended']
-        if done:
-            newest,state = state,self.states.find(lambda a: a['fit']==self.number and a['ended'])
-            if not state: warn(f'The state at the end of fit {self.number} in {path} was not kept, so the Learner has that in '
-                f'{newest.path} between this fit and the next. HINT: a larger keep')
-            state = state or newest
+        number = state.about['fit']
+        if number<self.number: return
+        done = number>self.number or state.about['ended']
+        if done: state = self._end(state)
         was,now = state.about['facts'],self.facts
         if state.about['fit']!=self.number: was = now | dict(model=was['model'])
         check_same_training(was, now, self.size, state.path, done)
-        read = dict(record=state.record) if self.layout.gathers else self._parts(state)
-        return dict(done=done, path=str(state.path), about=state.about, **read)
+        found = FoundState(state, done)
+        if not self.layout.gathers: self._read(found)
+        return found
+
+    def _end(self, newest):
+        "Return the state at the end of this fit, the `newest` after a warning where that was not kept"
+        state = self.states.find(lambda about: about['fit']==self.number and about['ended'])
+        if state: return state
+        warn(f'The state at the end of fit {self.number} in {self.states.path} was not kept, so the Learner has that in '
+            f'{newest.path} between this fit and the next. HINT: a larger keep')
+        return newest
 
     def _check_maker(self, about):
         mine = self.fits.maker()
@@ -234,55 +257,55 @@ class Fit:
         if same==['process','cell'] and about['ended'] and not self.record.file.exists():
             raise ResumeError(self.states.path, 'states of another Learner of this script', 'give each Learner a path of its own')
 
-    def _parts(self, state):
-        "Return what `state` has of the Learner and of each rank; in shards this rank reads it itself, but for tensors in shards"
-        try: learner = state.read(None if self.layout.gathers else _filled)
-        except FileNotFoundError: raise ResumeError(state.path, f'files that rank {self.rank} does not see', _unseen) from None
-        return dict(ranks=learner.pop('ranks'), learner=learner)
+    def _read(self, found):
+        "Read what `found` has of the Learner and of each rank; in shards this rank reads it itself, but for tensors in shards"
+        try: found.learner = found.state.read(None if self.layout.gathers else _filled)
+        except FileNotFoundError: raise ResumeError(found.state.path, f'files that rank {self.rank} does not see', _unseen) from None
+        found.ranks = found.learner.pop('ranks')
 
     def announce(self):
         "Print where the fit goes on"
-        at,threads = self.found['about'],torch.get_num_threads()
-        rounds_anew = at['ranks']==self.size and at['threads']!=threads
-        if self.rank==0 and rounds_anew: warn(f'The state was made with {at["threads"]} threads, and there are {threads} now, '
+        about,threads = self.found.state.about,torch.get_num_threads()
+        rounds_anew = about['ranks']==self.size and about['threads']!=threads
+        if self.rank==0 and rounds_anew: warn(f'The state was made with {about["threads"]} threads, and there are {threads} now, '
             'so the numbers that follow may differ in their last bits. HINT: OMP_NUM_THREADS')
-        self.report(f'resuming fit {self.number} at epoch {at["epoch"]}, batch {at["batch"]} from {self.found["path"]}')
+        self.report(f'resuming fit {self.number} at epoch {about["epoch"]}, batch {about["batch"]} from {self.found.state.path}')
 
     def put_back(self):
         "Write the state that was found into the Learner, but for the random states"
         found,gathers,mine = self.found,self.layout.gathers,self._mine()
-        state = dict(found['learner'])
-        state['left'] = left_in(state, found['ranks'] if mine is None and not gathers else [], whole=not gathers)
-        if found['about']['facts']['metrics']!=self.facts['metrics']: # a done fit's, and others are here
+        about,path,state = found.state.about,found.state.path,dict(found.learner)
+        state['left'] = left_in(state, found.ranks if mine is None and not gathers else [], whole=not gathers)
+        if about['facts']['metrics']!=self.facts['metrics']: # a done fit's, and others are here
             state['values'] = {k:v for k,v in state['values'].items() if not k.startswith('metric ')}
-        if gathers: state = self.layout.files.rejoined(self.learn, state, Path(found['path']))
-        put_back(self.learn, state, mine, found['path'])
-        self.steps,self.before = found['about']['steps'],state['before']
-        if not found['done']: self.layout.looks = state['looks']
+        if gathers: state = self.layout.files.rejoined(self.learn, state, path)
+        put_back(self.learn, state, mine, path)
+        self.steps,self.before = about['steps'],state['before']
+        if not found.done: self.layout.looks = state['looks']
         for cb in self.helpers: cb.after_put_back()
 
     def _mine(self):
         "Return what this rank alone had; on another number of ranks `None`"
-        ranks = self.found['ranks']
-        return ranks[self.rank] if len(ranks)==self.size else None
+        ranks = self.found.ranks
+        if len(ranks)==self.size: return ranks[self.rank]
 
     def set_random(self,
         but=None # Loader that has drawn its order already
     ):
         "Set the random states that this rank had, after which nothing is left to be put back, unless the fit is done"
         mine,loaders = self._mine(),user_loaders(self.learn.dls)
-        if mine is None and self.rank==0: mine = self.found['ranks'][0]
+        if mine is None and self.rank==0: mine = self.found.ranks[0]
         if mine: set_global_random(mine['random'])
-        for dl,o in zip(loaders, self.found['learner']['orders']):
+        for dl,o in zip(loaders, self.found.learner['orders']):
             if dl is not but: set_order_state(dl, o)
-        if not self.found['done']: self.found = None
+        if not self.found.done: self.found = None
 
     def skip(self)->bool:
         "Put the Learner in the state of the end of this fit, if the fit is done; return whether it is"
-        if not self.found or not self.found['done']: return False
+        if not self.found or not self.found.done: return False
         self.fits.skipped = True
         self.put_back()
         self.set_random()
         self.changes.begin() # what was put back has changed, also for the states of later fits
-        self.report(f'fit {self.number} already finished; loaded its final state from {self.found["path"]}')
+        self.report(f'fit {self.number} already finished; loaded its final state from {self.found.state.path}')
         return True
