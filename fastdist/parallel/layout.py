@@ -11,14 +11,17 @@ Here one interface, `Layout`, is all that others see. The trainer and the callba
 |---|---|
 | `wrap` | the forward pass goes through a wrapper for the parameters that the Learner trains from here on |
 | `step`, `forward`, `backward`, `reduce` | called in each batch, in this order: gradients and a few numbers become those of all ranks |
+| `average` | gradients of a pass that is not over the loss of the batch become those of all ranks |
+| `check_step`, `counted` | before and around the optimizer's step |
 | `drop` | DDP forgets a forward pass after which it waits |
 | `evaluation` | all ranks take part in a batch that is evaluated |
 | `probe` | a few samples run through the model, whole and in parts |
 | `enter`, `restart`, `leave` | the Learner's parameters lie as they should, until it is the user's again |
-| `give_up` | a pass that an error has ended is forgotten |
-| `compare` | an error is raised unless all ranks hold what they should |
+| `rest` | what forward passes have gathered is freed, between the phases of an epoch |
+| `give_up`, `forget` | a pass that an error has ended is forgotten; a fit is |
+| `comparable`, `compare` | what all ranks should hold alike; an error is raised unless they do |
 
-`norms` count the samples of all ranks, and `files` are where a Learner's values go to files and come from. `Layout` itself is that of one process; `Replicated` and `Sharded` are those of several ranks.
+Attributes are part of it too: `norms` count the samples of all ranks, `files` are where a Learner's values go to files and come from, `requests` are what ranks ask of each other, `trained` is what the Learner trains now and `through` the wrapper for it. `gathers` says whether a forward pass takes all ranks, `unwrapped` and `looks` are about DDP. `Layout` itself is that of one process; `Replicated` and `Sharded` are those of several ranks.
 
 `DistributedDataParallel` (DDP) averages the gradients of one backward pass, in a few large exchanges. A step needs more of the ranks: the loss of all, by what to divide, what a rank asks for, and which parameters have a gradient.
 
@@ -186,9 +189,11 @@ class LayoutFiles:
 # %% ../../nbs/503_parallel.layout.ipynb #803dd94f
 class Layout:
     "Layout of a Learner's parameters in one process, and the interface of the others"
-    gathers = unwrapped = False # Whether each rank has rows of the model, so that a forward pass takes all ranks; whether the wrapper is left out
+    gathers = False # Whether each rank has rows of the model, so that a forward pass takes all ranks
+    unwrapped = False # Whether the wrapper is left out from here on
     looks = False # Whether each step looks for parameters without a gradient; part of the state of a fit
-    files = LayoutFiles()
+    requests = None # `Requests` of the ranks; `None` in one process
+    files = LayoutFiles() # How the Learner's values go to files and come from them
     def __init__(self,
         make:Callable=noop, # Called with a model; returns the wrapper for its forward pass in training
         norms:Norms=None # Of the models
@@ -230,6 +235,7 @@ class Layout:
         return [trained.model for trained,_ in self.made.values()]
 
     def enter(self, learn): "Lay the parameters of `learn` out; called when the job is joined"
+    def restart(self, learn): "Go on from the state of one rank where an error has cost the process group; called before a fit, and before an evaluation on all ranks"
     def leave(self, learn, keep=True): "Undo `enter`; called before the job is left. Where the user has asked for it, and `keep` does, parameters stay as they lie"
     def give_up(self): "Forget the pass that an error has ended"
     def drop(self): "Forget the last forward pass; its gradients are averaged by the caller"
@@ -294,6 +300,14 @@ class Layout:
     )->dict: # Name -> tensor or plain value
         "Return what must be the same on all ranks"
         return learner_state(learn)
+
+    def compare(self,
+        learn:Learner, # Its model, loss and optimizer are compared
+        when:str, # In words, for the message
+        beside:dict=None # What ranks may hold otherwise, compared in the same collective
+    )->list: # `beside` of each rank, empty where all have the same
+        "Raise `DesyncError` on all ranks unless what `comparable` returns is the same to the bit"
+        return []
 
 # %% ../../nbs/503_parallel.layout.ipynb #9f23a1af
 class Carrier(nn.Module):
@@ -416,9 +430,7 @@ class Replicated(Layout):
         self.waits = self.unwrapped = self.looks = False # `waits`: whether DDP waits for a backward pass
         self.live.forget()
 
-    def restart(self,
-        learn:Learner # About to fit or to evaluate on all ranks
-    ):
+    def restart(self, learn):
         "Go on from the state of one rank after an error: the process group is another than before, or it was in a context before"
         owner = group_owner()
         before,self.nth = self.nth,owner.made if owner else 0 # the group itself would keep its connections
@@ -511,11 +523,7 @@ class Replicated(Layout):
         self.through.reducer._reset_state()
         self.waits,self.unwrapped = False,True
 
-    def compare(self,
-        learn:Learner, # Its model, loss and optimizer are compared
-        when:str, # In words, for the message
-        beside:dict=None # What ranks may hold otherwise, compared in the same collective
-    )->list: # `beside` of each rank, empty where all have the same
+    def compare(self, learn, when, beside=None):
         "Raise `DesyncError` on all ranks unless model, loss and optimizer are the same to the bit"
         more = ' DesyncCheck(1) tells the step; desync_check=False lets them differ.'
         return compare_replicas(learner_state(learn), when, more=more, beside=beside)

@@ -79,9 +79,9 @@ def _strategy(name, v):
 # %% ../../nbs/600_shard.plan.ipynb #0ba10601
 def _classes(names):
     if isinstance(names, str): names = names.split(',')
-    for o in names or []:
-        if not isinstance(o, str): raise OptionError('transformer_cls_names_to_wrap', o, must='the name of a class of modules')
-    return tuple(o.strip() for o in names or [] if o.strip())
+    for name in listify(names):
+        if not isinstance(name, str): raise OptionError('transformer_cls_names_to_wrap', name, must='the name of a class of modules')
+    return tuple(filter(None, map(str.strip, listify(names))))
 
 def _size(n):
     if str(n).isdigit() and int(n)>0: return int(n)
@@ -92,10 +92,11 @@ _ways = dict(zip(FSDP_AUTO_WRAP_POLICY, (transformer_auto_wrap_policy, size_base
 
 def _units(policy, names, size, free=False):
     "Return the fields of a plan that choose units; with `free` the layout chooses where nothing is said"
-    unset = policy is None
     if isinstance(policy, str): policy = _ways[_member('auto_wrap_policy', policy, FSDP_AUTO_WRAP_POLICY)]
-    elif unset and names: policy = transformer_auto_wrap_policy
-    elif unset and size is not None: policy = size_based_auto_wrap_policy
+    elif policy is None:
+        if names: policy = transformer_auto_wrap_policy
+        elif size is not None: policy = size_based_auto_wrap_policy
+        elif free: return dict(one_unit=False)
     by_name,by_size = policy is transformer_auto_wrap_policy,policy is size_based_auto_wrap_policy
     if names and not by_name:
         raise OptionError('transformer_cls_names_to_wrap', names, 'auto_wrap_policy chooses units in another way. HINT: set one of them')
@@ -103,7 +104,7 @@ def _units(policy, names, size, free=False):
         raise OptionError('min_num_params', size, 'units are not chosen by size. HINT: auto_wrap_policy=\'SIZE_BASED_WRAP\'')
     if by_name: return dict(classes=_classes(names))
     if by_size: return dict(min_params=_size(size))
-    if policy is None: return dict(one_unit=not (free and unset))
+    if policy is None: return dict(one_unit=True)
     if not callable(policy): raise OptionError('auto_wrap_policy', policy, must=f'one of {", ".join(FSDP_AUTO_WRAP_POLICY)}, or a function')
     return dict(policy=policy)
 
@@ -133,9 +134,9 @@ def _ignored(v):
     if isinstance(v, str):
         try: return re.compile(v).pattern
         except re.error as e: raise OptionError('ignored_modules', v, f'{e}. HINT: a regular expression for names of modules') from None
-    v = (v,) if isinstance(v, nn.Module) else tuple(v or ())
-    if all(isinstance(o, nn.Module) for o in v): return v
-    raise OptionError('ignored_modules', v, must='modules, or a regular expression for their names')
+    modules = (v,) if isinstance(v, nn.Module) else tuple(v or ())
+    if all(isinstance(m, nn.Module) for m in modules): return modules
+    raise OptionError('ignored_modules', modules, must='modules, or a regular expression for their names')
 
 def _full_state(v, version):
     if not v: return version=='1'
@@ -188,9 +189,10 @@ def _usual_in_env(k, v):
 def _from_env(env):
     "Return the fields that variables of `env` set, as strings"
     if not asks_for_fsdp(env): return {}
-    names = [f.name for f in fields(FullyShardedDataParallelPlugin)]
-    asked = {k:env.get(f'FSDP_{_renamed.get(k, k.upper())}', '') for k in names}
-    asked = {k:v for k,v in asked.items() if v.lower() not in ('none','')}
+    asked = {}
+    for f in fields(FullyShardedDataParallelPlugin):
+        v = env.get(f'FSDP_{_renamed.get(f.name, f.name.upper())}', '')
+        if v.lower() not in ('none',''): asked[f.name] = v
     by_size = asked.get('auto_wrap_policy', '').upper() in ('SIZE_BASED_WRAP','2')
     if not by_size: asked.pop('min_num_params', None) # the launcher sets it to 100 million
     return _check_fields(asked, _usual_in_env)
@@ -198,7 +200,8 @@ def _from_env(env):
 # %% ../../nbs/600_shard.plan.ipynb #8d01c936
 def _from_plugin(plugin, env):
     "Return the fields of `plugin`; those that it has from the environment, in the fields `env`, are not refused"
-    with changed_env(**{k:None for k in os.environ if k.startswith('FSDP_')}):
+    own = [k for k in os.environ if k.startswith('FSDP_')]
+    with changed_env(**dict.fromkeys(own)):
         plain = FullyShardedDataParallelPlugin(fsdp_version=plugin.fsdp_version, state_dict_type=plugin.state_dict_type)
     def usual(k, v):
         if k=='param_init_fn' and getattr(v, '__module__', '').startswith('accelerate.'): return True # a plugin's own, with sync_module_states
