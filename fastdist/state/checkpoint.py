@@ -104,11 +104,13 @@ class StateWriter:
     def can_begin(self)->bool:
         "Return whether no state is being written; where one is, another is due as soon as it is done"
         busy,said = self.writer.busy,self.writer.reported
-        self.due = -math.inf if busy else time.monotonic()+60*(self.minutes or math.inf)
-        if busy and 'busy' not in said:
-            warn(f'Writing a checkpoint takes longer than every={self.every} steps; some were skipped. HINT: a larger every')
-            said.add('busy')
-        return not busy
+        if not busy:
+            self.due = time.monotonic()+60*(self.minutes or math.inf)
+            return True
+        self.due = -math.inf
+        if 'busy' not in said: warn(f'Writing a checkpoint takes longer than every={self.every} steps; some were skipped. HINT: a larger every')
+        said.add('busy')
+        return False
 
     def save(self,
         epoch:int, # Of the next batch
@@ -148,9 +150,10 @@ class StateWriter:
 
     def _new_folder(self):
         path = self.fit.states.path
-        try: (path/(name := temporary())).mkdir(parents=True)
+        folder = path/temporary()
+        try: folder.mkdir(parents=True)
         except OSError as e: return self.writer.report(OSError(e.errno, e.strerror, str(path)))
-        return path/name
+        return folder
 
     def sees(self,
         folder:Path # That rank 0 has made

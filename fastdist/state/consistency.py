@@ -237,12 +237,13 @@ def check_alike(
 # %% ../../nbs/406_state.consistency.ipynb #5d01aa16
 def sample_values(
     item, # Sample of a data set: a tuple with inputs first, or anything else
-    n_inp:int # Number of inputs
+    n_inp:int=None # Number of inputs; by default all parts but the last, at least one
 )->dict: # Name of each tensor, array or number -> its value, or text for floats and pixels of inputs
     "Return what the sample `item` consists of"
     parts,res = {'item':item},{}
     if isinstance(item, (tuple,list)):
-        parts = dict(zip([*map('input {}'.format, range(n_inp)), *map('target {}'.format, range(len(item)))], item))
+        n_inputs = n_inp or max(1, len(item)-1)
+        parts = dict(zip([*map('input {}'.format, range(n_inputs)), *map('target {}'.format, range(len(item)))], item))
     for n,v in leaves('', parts):
         if isinstance(v, (int,float)): res[n] = v
         if isinstance(v, (np.ndarray,np.generic)) and v.dtype.kind in 'biuf': v = torch.as_tensor(np.asarray(v))
@@ -257,9 +258,8 @@ def _coarse(t):
 
 # %% ../../nbs/406_state.consistency.ipynb #5d01aa20
 def _read(dl, i):
-    item,n_inp = dl.do_item(i) if isinstance(dl, DataLoader) else dl.dataset[i],getattr(dl, 'n_inp', None)
-    if n_inp is None and isinstance(item, (tuple,list)): n_inp = max(1, len(item)-1)
-    return sample_values(item, n_inp or 1)
+    item = dl.do_item(i) if isinstance(dl, DataLoader) else dl.dataset[i]
+    return sample_values(item, getattr(dl, 'n_inp', None))
 
 def _states(generators): return [generator_kind(o).get(o) for _,o in generators]
 

@@ -16,6 +16,7 @@ __all__ = ['write_shards', 'await_shards', 'stored_tensors', 'fill', 'map_tensor
 # %% ../../nbs/404_state.dcp.ipynb #231c9d25
 import errno,json,os,time,torch,warnings
 from contextlib import contextmanager,suppress
+from operator import methodcaller
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner,HuggingFaceStorageReader,HuggingFaceStorageWriter
 from fastcore.all import *
@@ -37,9 +38,10 @@ class _Copies(DefaultSavePlanner):
     def lookup_object(self, index): return self.copies[index.fqn]
 
 def _holds(item):
-    at = item.tensor_data.chunk
-    where = f' from {list(at.offsets)} of {list(item.tensor_data.size)}' if at.sizes!=item.tensor_data.size else ''
-    return f'{dtype_name(item.tensor_data.properties.dtype)} {list(at.sizes)}{where}'
+    size,rows = item.tensor_data.size,item.tensor_data.chunk
+    res = f'{dtype_name(item.tensor_data.properties.dtype)} {list(rows.sizes)}'
+    if rows.sizes!=size: res += f' from {list(rows.offsets)} of {list(size)}'
+    return res
 
 # %% ../../nbs/404_state.dcp.ipynb #79226289
 @contextmanager
@@ -63,14 +65,15 @@ def write_shards(
         planner.set_up_planner({k:t for k,(t,_) in shards.items() if rows[k].numel()}, is_coordinator=False)
         plan = writer.prepare_global_plan([planner.create_local_plan()]*(rank+1))[rank] # prepare_local_plan would make the folder again, which rank 0 may have removed
         files = {o.storage_data.relative_path for o in writer.write_data(plan, planner).wait()}
-        note = json.dumps({f:record(folder/f, {i.index.fqn:_holds(i) for i in plan.items}) for f in files})
-        write_atomically(lambda f: f.write(note.encode()), folder/f'rank{rank}.json')
+        holds = {item.index.fqn:_holds(item) for item in plan.items}
+        note = json.dumps({name:record(folder/name, holds) for name in files})
+        write_atomically(methodcaller('write', note.encode()), folder/f'rank{rank}.json')
 
 # %% ../../nbs/404_state.dcp.ipynb #1ec3c3d4
 def await_shards(
     folder, # That ranks write to
     n:int, # Number of ranks
-    lost:Callable=lambda: False, # Returns whether a rank has ended
+    lost:Callable=ret_false, # Returns whether a rank has ended
     patience:float=60. # Seconds in which nothing grows there
 )->dict: # File -> its record, for `state.json`
     "Wait until all ranks have written their rows, and remove their notes; raise `OSError` where one has failed, has ended or is not seen to write"
@@ -118,7 +121,8 @@ def map_tensors(
     f:Callable # Called with each tensor, and each `Stored`
 ): # Of the same form
     "Return `v` with the results of `f` in the place of its tensors and of what stands for them"
-    return map_leaves(v, lambda o: f(o) if isinstance(o, (Tensor,Stored)) else o)
+    def mapped(leaf): return f(leaf) if isinstance(leaf, (Tensor,Stored)) else leaf
+    return map_leaves(v, mapped)
 
 # %% ../../nbs/404_state.dcp.ipynb #44b4a5c8
 def filled(

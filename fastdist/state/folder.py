@@ -24,6 +24,7 @@ __all__ = ['write_atomically', 'checksum', 'record', 'State', 'temporary', 'Stat
 import errno,json,os,re,shutil,socket,time,torch,zlib
 from contextlib import contextmanager,suppress
 from datetime import datetime
+from operator import methodcaller
 from uuid import uuid4
 from warnings import warn
 from safetensors import SafetensorError
@@ -110,8 +111,10 @@ def _save(file, tensors):
     mode = file.stat().st_mode
     try: save_file(tensors, file)
     except SafetensorError as e:
-        if not (n := re.search(r'os error (\d+)', str(e))): raise
-        raise OSError(int(n[1]), os.strerror(int(n[1])), str(file)) from None
+        found = re.search(r'os error (\d+)', str(e))
+        if not found: raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(file)) from None
     file.chmod(mode) # safetensors leaves it to its owner alone
     _sync(file)
     return record(file, {k:_shown(t) for k,t in tensors.items()})
@@ -147,7 +150,8 @@ class State:
         try:
             tensors,tree = load_file(self.path/'tensors.safetensors'),json.loads((self.path/'values.json').read_text())
             res = from_json(tree, lambda k: tensors.get(k, Stored(k)))
-            return fill(res, self.path) if fill and len(self.record['files'])>2 else res
+            if fill and len(self.record['files'])>2: return fill(res, self.path)
+            return res
         except OSError: raise
         except Exception as e: raise ValueError(f'{self.path} has files that fastdist does not write ({type(e).__name__}: {e}), '
             'and nothing of it was used. HINT: remove it, to resume from the state before') from e
@@ -204,7 +208,7 @@ class States:
 
     def newest(self)->State: # `None` if there is none
         "Return the newest state that is complete"
-        return self.find(lambda about: True)
+        return self.find(ret_true)
 
     def write(self,
         about:dict, # Position and what else identifies the state, which JSON can write
@@ -250,12 +254,12 @@ def _fill_state(tmp, about, v, pinned, more):
     tmp.mkdir(exist_ok=True)
     tree,tensors = v
     values = json.dumps(tree, allow_nan=False).encode()
-    _fill(tmp/'values.json', lambda f: f.write(values))
+    _fill(tmp/'values.json', methodcaller('write', values))
     files = {'values.json':record(tmp/'values.json'), 'tensors.safetensors':_save(tmp/'tensors.safetensors', tensors)}
     if more: files |= more(tmp)
     now = datetime.now().astimezone().isoformat(timespec='seconds')
     text = _json(dict(format=_format, fastdist=_version, torch=torch.__version__, time=now, pinned=pinned, about=about, files=files))
-    _fill(tmp/'state.json', lambda f: f.write(text.encode()))
+    _fill(tmp/'state.json', methodcaller('write', text.encode()))
     _sync(tmp)
     return json.loads(text)
 

@@ -124,7 +124,8 @@ def differing_tables(
     table # Dicts and other plain values, of this rank
 )->list: # Of all ranks; empty where they have the same
     "Return the `table` of each rank unless all are the same; one collective of 16 bytes while they are"
-    return [] if same_on_all(table) else gather_objs(table)
+    if same_on_all(table): return []
+    return gather_objs(table)
 
 # %% ../../nbs/401_state.replicas.ipynb #72038033
 def differing(
@@ -253,7 +254,7 @@ class LastBatch:
         learn:Learner # That has just seen a batch
     ):
         "Record the numbers of rows in the batch"
-        for _,t in leaves('', [vars(learn).get(k) for k in ('xb','yb','pred')]):
+        for _,t in leaves('', [*map(vars(learn).get, ('xb','yb','pred'))]):
             if not isinstance(t, Tensor) or not t.ndim: continue
             self.sizes |= {t.shape[0], t.shape[:-1].numel()}
             if not t.is_floating_point(): self.sizes.add(t.numel())
@@ -325,13 +326,14 @@ def attribute_values(
     return {name:comparable_values(name, v) for name,v in _attributes(_script_objects(learn))}
 
 # %% ../../nbs/401_state.replicas.ipynb #c011ec75
-_collections = list,tuple,L,deque,dict
+_growing = list,L,deque,dict
+_collections = *_growing,tuple
 
 def _containers(learn):
     "Return attribute -> list, deque or dict, in callbacks of any class, and in modules and the loss of the script"
     callbacks = filter_values(named_callbacks(learn), _of_all_ranks)
     found = _attributes(_script_objects(learn) | callbacks)
-    return {name:v for name,v in found if isinstance(v, _collections) and not isinstance(v, tuple)}
+    return {name:v for name,v in found if isinstance(v, _growing)}
 
 def _items_in(v):
     "Return the number of items in the container `v`, and in containers that are items of it"

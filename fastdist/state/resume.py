@@ -20,6 +20,7 @@ __all__ = ['Fits', 'FitsByPath', 'fits_of', 'training_facts', 'check_same_traini
 import json,os,sys
 from contextlib import contextmanager,suppress
 from dataclasses import dataclass
+from operator import methodcaller
 from uuid import uuid4
 from warnings import warn
 from fastcore.all import *
@@ -162,7 +163,7 @@ class FitRecord:
         for path,size in self.logs.items():
             if _size(path)>size: os.truncate(path, size)
         note = json.dumps(dict(fit=self.number, logs=self.logs)).encode()
-        with suppress(OSError): write_atomically(lambda f: f.write(note), self.file) # the first state will tell of a disk that takes nothing
+        with suppress(OSError): write_atomically(methodcaller('write', note), self.file) # the first state will tell of a disk that takes nothing
 
     def end(self):
         "Remove the note"

@@ -239,7 +239,7 @@ class ModelState:
     def _add_buffers(self, new, persistent):
         "Register those of `new` that are buffers which the model lacks, or has in another shape"
         device = first(t.device for t in chain(self.net.parameters(), self.net.buffers()))
-        names = {n for n,_ in self.net.named_parameters(remove_duplicate=False)}
+        names = dict(self.net.named_parameters(remove_duplicate=False))
         for n,v in new.items():
             owner,_,name = n.rpartition('.')
             if n in names or name=='_extra_state' or owner not in self.modules: continue
@@ -259,7 +259,8 @@ class OptimizerState:
     "Takes and puts the parts of a `LearnerState` that belong to the optimizer `optim` of the model `net`"
     parts = 'opt','others','groups'
     def __init__(self, net, optim):
-        self.net,self.optim,self.lists = net,optim,param_lists(optim) if optim else []
+        self.net,self.optim,self.lists = net,optim,[]
+        if optim: self.lists = param_lists(optim)
 
     def opt(self):
         "Return the state dict, with a list in the place of fastcore's `L`"
@@ -276,8 +277,8 @@ class OptimizerState:
     def groups(self):
         "Return the names of parameters, group by group"
         if not self.optim: return dict(names=None)
-        names = {id(p):n for n,p in self.net.named_parameters(remove_duplicate=False)}
-        return dict(names=[list(map(names.get, map(id, ps))) for ps in self.lists])
+        names = {p:n for n,p in self.net.named_parameters(remove_duplicate=False)}
+        return dict(names=[[*map(names.get, ps)] for ps in self.lists])
 
     def put(self, state):
         "Write copies of what `state` has of the optimizer"
@@ -365,19 +366,20 @@ class LearnerState(dict):
         for h in self._holders(o): h.put(self)
 
 # %% ../../nbs/400_state.snapshot.ipynb #e0ef492d
-def _can_pickle(o):
-    with suppress(Exception): return bool(cloudpickle.dumps(o))
+def _can_send(v):
+    if kind_of(v)==Kind.value: return True
+    with suppress(Exception): return bool(cloudpickle.dumps(v))
     return False
 
-def _picklable(values): return {k:v for k,v in values.items() if kind_of(v)==Kind.value or _can_pickle(v)}
+def _sendable(values): return filter_values(values, _can_send)
 
 def returned_state(
     o # A Learner, or an object with `model` and `optimizer`, of a job
 )->LearnerState:
     "Return the state of `o` that another process can read"
     res = LearnerState.take(o)
-    res['attrs'] = _picklable(res['attrs'])
+    res['attrs'] = _sendable(res['attrs'])
     if not isinstance(o, Learner): return res
-    res['values'] = {k:_picklable(v) for k,v in res['values'].items()}
-    res['own'] = _picklable(res['own'])
+    res['values'] = {k:_sendable(v) for k,v in res['values'].items()}
+    res['own'] = _sendable(res['own'])
     return res

@@ -80,9 +80,9 @@ def as_table(
     rows:list # Lists of values, one for each column
 )->str:
     "Return `rows` below `heads`, in columns for a terminal"
-    cols = [[str(o) for o in col] for col in zip(heads, *rows)]
-    widths = [max(map(len, col)) for col in cols]
-    return '\n'.join('  '.join(o.ljust(n) for o,n in zip(row, widths)).rstrip() for row in zip(*cols))
+    table = [[*map(str, row)] for row in (heads,*rows)]
+    widths = [max(map(len, col)) for col in zip(*table)]
+    return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 # %% ../../nbs/800_tools.checks.ipynb #f7454795
 _shown = 'rank','host','local rank','device','backend','launcher'
@@ -102,7 +102,7 @@ def place_table(
     places:list # What `rank_place` returned on each rank
 )->str:
     "Return a table of ranks and their places"
-    return as_table(_shown, [itemgetter(*_shown)(p) for p in places])
+    return as_table(_shown, map(itemgetter(*_shown), places))
 
 # %% ../../nbs/800_tools.checks.ipynb #95d95514
 def missing_ranks(
@@ -125,10 +125,11 @@ def check_world(
     wish:tuple=None # What `missing_ranks` returned
 )->Finding:
     "Return whether each rank has a place of its own, and there are as many as were asked for"
-    faults,nodes,kinds = [],{p['node'] for p in places},{p['kind'] for p in places}
+    nodes,kinds = [set(map(itemgetter(k), places)) for k in ('node','kind')]
+    faults = []
     for keys,(what,hint) in _shared.items():
         for value,ps in groupby(places, itemgetter(*keys)).items():
-            if value is not None and len(ps)>1: faults.append((f'ranks {[p["rank"] for p in ps]} {what}',hint))
+            if value is not None and len(ps)>1: faults.append((f'ranks {[*map(itemgetter("rank"), ps)]} {what}',hint))
     if len(kinds)>1:
         found = f'some ranks are on {" and others on ".join(sorted(kinds))}'
         faults.append((found,'see that all nodes show their GPUs, or set ACCELERATE_USE_CPU=true on all'))
@@ -145,8 +146,9 @@ def check_replicas(
     found = differing(differing_tables(table))
     if not found: return Finding('replicas', f'{len(table)} weights, buffers and values of the optimizer have the same bits on all ranks')
     (name,(ref,ranks)),*others = found.items()
-    more = f', and {len(others)} more differ' if others else ''
-    return Finding('replicas', f'{name} of ranks {ranks} is not that of rank {ref}{more}',
+    what = f'{name} of ranks {ranks} is not that of rank {ref}'
+    if others: what += f', and {len(others)} more differ'
+    return Finding('replicas', what,
         'look for what one rank does alone: a default callback, a patch, another version of torch, or hardware that does not compute alike')
 
 # %% ../../nbs/800_tools.checks.ipynb #ed7c564e
@@ -155,7 +157,7 @@ tolerances = dict(weights=1e-5, reports=1e-6)
 def _outcome(learn):
     "Return weights and buffers, and losses and metrics"
     state = learn.model.state_dict().values()
-    weights = [(o.full_tensor() if hasattr(o, 'full_tensor') else o).detach().cpu().double().flatten() for o in state]
+    weights = [getattr(t, 'full_tensor', t.detach)().detach().cpu().double().flatten() for t in state]
     return torch.cat(weights),torch.tensor([*L(learn.recorder.values).concat(), *learn.recorder.losses], dtype=torch.float64)
 
 def _off(a, b): return ((a-b).abs()/(1+b.abs())).max().item()
@@ -209,7 +211,7 @@ class DesyncCheck(Callback):
     def _check(self, own):
         "Compare what ranks hold; of a buffer among `own` that changed since the epoch began, only that it did"
         if not grouped(): return
-        layout = self._trainer.layout if self._trainer else None
+        layout = getattr(self._trainer, 'layout', None)
         state = layout.comparable(self.learn) if layout else learner_state(self.learn)
         table = fingerprints(state)
         for n in own:

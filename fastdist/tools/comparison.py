@@ -16,7 +16,7 @@ __all__ = ['gap', 'scales', 'joined', 'distance', 'matching', 'first_place', 'Ro
 import math
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain,takewhile
 from fastcore.all import *
 from fastai.basics import *
 from ..base.errors import *
@@ -189,17 +189,18 @@ class ComparedStep:
     ):
         store_attr()
         self.one = a[0]
-        self.points,self.many,self.repeated = [_samples_of(o, 'points') for o in (a,b,again)]
+        self.points,self.many,self.repeated = [_samples_of(run, 'points') for run in (a,b,again)]
         self.matches,self.rematches = matching(self.points, self.many),matching(self.points, self.repeated)
-        self.floor = max(o['floor'] for o in (*a, *b))
+        self.floor = max(map(itemgetter('floor'), (*a, *b)))
         if not again: self.floor *= 10 # nothing is known of rounding
         self.sizes = scales(self.one['values'])
 
-    def _row(self, name, gap, rounding, rank=0, values=(), clock=False, low=0.):
-        "Return a `Row`; `clock` tells of a number that may be one, and `low` of a value that rounding changes more"
-        floor,most = max(self.floor, low),1e-2 # that rounding may make
+    def _row(self, name, gap, rounding, rank=0, values=(), clock=False):
+        "Return a `Row`; `clock` tells of a number that may be one"
+        floor,most = self.floor,1e-2 # that rounding may make
         if clock: most = 1e-3
-        if self.draws: most = 10*self.floor
+        if self.draws: most = 10*floor
+        if _kind(name): floor = max(floor, 3e-4) # rounding changes it more
         if self.again: random = rounding>most
         else: random = clock and gap>floor
         differs = not random and gap>max(floor, 30*rounding)
@@ -211,7 +212,7 @@ class ComparedStep:
         if part!='end':
             rounding = _missing(self.rematches) if self.again else 0.
             res.append(self._row(_samples, _missing(self.matches), rounding))
-        losses = ('loss','Recorder.losses','learn.smooth_loss') if self._has_own_losses() else ()
+        losses = self._own_losses()
         for n,v in self.one['values'].items():
             if not n.startswith(losses): res.append(self._value(n, *v))
         if part=='validation':
@@ -219,12 +220,12 @@ class ComparedStep:
             res.append(self._row(_predicted, *(distance(self.points, other, (_predicted,0,0), at) or 0. for other,at in pairs)))
         return res
 
-    def _has_own_losses(self):
-        "Return whether losses are those of one rank's samples until the epoch ends, as in an accumulation window"
+    def _own_losses(self):
+        "Return the names of losses that are those of one rank's samples until the epoch ends, as in an accumulation window"
         for run in (self.a,self.b):
             losses = [o['values']['loss'] for o in run if 'loss' in o['values']]
-            if any(gap(losses[0], o)>self.floor for o in losses): return True
-        return False
+            if any(gap(losses[0], o)>self.floor for o in losses): return 'loss','Recorder.losses','learn.smooth_loss'
+        return ()
 
     def _gaps(self, name, moments):
         "Return index -> gap in `name` for those of `moments` that have it"
@@ -241,7 +242,7 @@ class ComparedStep:
             others = self.b[rank]['values'][name][1]
             if len(numbers)==len(others)==1: values = numbers.item(),others.item()
         clock = held and shape==() and numbers.is_floating_point()
-        return self._row(name, most, rounding, rank, values, clock, 3e-4 if _kind(name) else 0.)
+        return self._row(name, most, rounding, rank, values, clock)
 
     def _of_samples(self, name):
         "Return the distance between samples in the value `name`, infinity where not every rank has some"
@@ -279,8 +280,9 @@ class ComparedStep:
         place,owner = self._place(row),row.name.partition('.')[0]
         if place=='the batch': return ' It begins with the loader, which gives other samples.'
         if place:
-            others = ': what it computes depends on the other samples of a batch' if len(self.a)!=len(self.b) else ''
-            return f' It begins in {place}, which gives other values for the same samples{others}.'
+            res = f' It begins in {place}, which gives other values for the same samples'
+            if len(self.a)!=len(self.b): res += ': what it computes depends on the other samples of a batch'
+            return res+'.'
         *_,held = self.one['values'].get(row.name, [False])
         if held and owner not in ('model','loss_func','learn'): return f' {owner} holds it, and changes it by the samples of one rank.'
         if row.name=='loss': return ' Predictions are the same, so it begins in the loss, or in a callback that changes it.'
@@ -313,10 +315,10 @@ class Comparison:
     ):
         one,many = map(read_trace, (a,b))
         runs = one,many,read_trace(again) if again else []
-        everything = [o for rank in one+many for o in rank.values()]
+        everything = [*chain(*map(dict.values, one+many))]
         self.names,self.sizes,self.repeated = (a,b),(len(one),len(many)),bool(again)
-        self.draws = uniqueify(n for o in everything for n in o['draws'])
-        self.floor = max([o['floor'] for o in one[0].values()], default=0.)
+        self.draws = uniqueify(chain(*map(itemgetter('draws'), everything)))
+        self.floor = max(map(itemgetter('floor'), one[0].values()), default=0.)
         self.rows,moments = [],{}
         for k in one[0]|many[0]:
             first_run,second,repetition = [[o[k] for o in ranks if k in o] for ranks in runs]
@@ -336,7 +338,7 @@ class Comparison:
         "Add the rows of `moment`; behind a value that is random a difference may be so too"
         found = moment.rows()
         self.rows += found
-        if not self.draws or not any(o.random for o in self.rows): return
+        if not self.draws or not any(map(attrgetter('random'), self.rows)): return
         for o in found:
             if o.differs and moment.may_coincide(o, found): o.differs,o.random = False,True
 
@@ -359,7 +361,7 @@ class Comparison:
         return bool(self.compared) and not self.first and not self.unlike
     def table(self):
         "Return all rows as a `DataFrame`"
-        return pd.DataFrame([vars(o) for o in self.rows])
+        return pd.DataFrame(self.rows)
 
     def __str__(self): return '\n'.join(filter(None, [self._summary(), self._others(), self._left()]))
     def _repr_pretty_(self, p, cycle): p.text(str(self))
@@ -381,11 +383,12 @@ class Comparison:
     def _others(self):
         _,*others = [o for o in self.compared if o.differs] or [None]
         names = [o.name for o in others if (o.fit,o.when)==(self.first.fit,self.first.when)]
-        return f'Also different then: {some_of(names, 5)}' if names else ''
+        if names: return f'Also different then: {some_of(names, 5)}'
 
     def _left(self):
         names = uniqueify(o.name for o in self.rows if o.random)
-        if not names: return ''
-        if self.draws and self.repeated: return f'Random: {some_of(self.draws, 5)}. {len(names)} values depend on it and were not compared'
-        why = 'differ between two runs of the first' if self.repeated else 'differ, and clocks may be the cause'
+        if not names: return
+        if not self.repeated: why = 'differ, and clocks may be the cause'
+        elif self.draws: return f'Random: {some_of(self.draws, 5)}. {len(names)} values depend on it and were not compared'
+        else: why = 'differ between two runs of the first'
         return f'{len(names)} numbers {why}, and were not compared: {some_of(names, 5)}'
