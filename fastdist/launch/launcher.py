@@ -31,15 +31,15 @@ configuration, in its own way. The system's own `ssh` reads all of it, so that i
 
 # %% auto #0
 __all__ = ['agent_code', 'Terminal', 'Output', 'Display', 'warn_again', 'Reports', 'raise_', 'Screen', 'RemoteRank', 'Ranks',
-           'passed_on', 'first_interrupt', 'late_interrupt', 'EngineError', 'RemoteAgent', 'check_versions',
-           'place_ranks', 'travelling', 'own_path', 'job_folder', 'ThisNode', 'Command', 'SSHHosts', 'Launcher',
-           'start_ranks']
+           'RunSignals', 'EngineError', 'RemoteAgent', 'check_versions', 'place_ranks', 'travelling', 'own_path',
+           'job_folder', 'ThisNode', 'Command', 'SSHHosts', 'Launcher', 'start_ranks']
 
 # %% ../../nbs/012_launch.launcher.ipynb #5991e164
 import codecs,io,json,os,re,shlex,signal,sys,time,warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack,contextmanager,suppress
+from dataclasses import asdict,replace
 from itertools import count
 from pathlib import Path
 from queue import Empty,Queue,SimpleQueue
@@ -283,16 +283,16 @@ class Ranks:
         todo:SimpleQueue # Functions for the main thread
     ): self.d,self.todo,self.all = d,todo,[]
 
-    def _run(self): return any(o.exitcode is None for o in self.all)
+    def _any_runs(self): return any(o.exitcode is None for o in self.all)
     def _failed(self): return [o for o in self.all if o.exitcode]
 
     def wait(self,
         grace:float=1 # Seconds in which ranks may end by themselves after the first failure
     ):
         "Wait until all ranks have ended, or until `grace` after the first failure; raise that"
-        while self._run() and not self._failed(): self.todo.get()()
+        while self._any_runs() and not self._failed(): self.todo.get()()
         until = time.monotonic()+grace
-        while self._run() and time.monotonic()<until:
+        while self._any_runs() and time.monotonic()<until:
             with suppress(Empty): self.todo.get(timeout=max(0, until-time.monotonic()))()
         if self._failed() or any(self.d.glob('failure*')): raise self.failure()
 
@@ -335,42 +335,46 @@ class Ranks:
         return list(res)
 
 # %% ../../nbs/012_launch.launcher.ipynb #c9f1d256
-@contextmanager
-def passed_on(
-    ranks:list, # With `send` and `exitcode`
-    died:list # Receives the signals that one of `ranks` has died of, or that should end this process
-):
-    "Pass `SIGTERM` and `SIGUSR1` on to `ranks`, and to the handlers that stood there before"
-    got = []
-    def pass_on(signum, frame):
-        got.append(signum)
-        for o in ranks: o.send(signum)
-    try:
-        with SharedSignal(signal.SIGTERM, pass_on, may_replace), SharedSignal(signal_number('SIGUSR1'), pass_on, may_replace): yield
-    finally:
-        deadly = {-o.exitcode for o in ranks if o.exitcode}
-        if in_shell(): deadly.add(signal.SIGTERM)
-        died += [s for s in got if s in deadly]
+class RunSignals:
+    "Signals that this process receives while ranks run, which are in sessions of their own"
+    def __init__(self,
+        returns:bool=False # Whether the first Ctrl-C is sent to ranks, which return what they have; else it is raised here
+    ): self.returns,self.interrupts,self.deadly = returns,0,None # number of Ctrl-C; signal that ranks have died of
 
-def first_interrupt(
-    ranks:list, # As for `passed_on`
-    returns:bool, # Whether ranks return after it
-    sent:list # Receives the signal
-)->SharedSignal:
-    "Return a context manager in which the first Ctrl-C is sent to `ranks`, and a second one is raised here"
-    def send(signum, frame):
-        if sent: return False
-        sent.append(signum)
-        for o in ranks: o.send(signum)
-        return True
-    return SharedSignal(signal.SIGINT if returns else None, send)
+    @contextmanager
+    def passed_on(self,
+        ranks:list # With `send` and `exitcode`
+    ):
+        "Return a context manager that passes `SIGTERM` and `SIGUSR1` on to `ranks` and to the handlers before, and the first Ctrl-C to `ranks`"
+        passed = []
+        def send(signum, frame):
+            if signum!=signal.SIGINT: passed.append(signum)
+            for rank in ranks: rank.send(signum)
+        def interrupt(signum, frame):
+            if self.interrupts: return False
+            self.interrupts = 1
+            send(signum, frame)
+            return True
+        term,usr1 = [SharedSignal(s, send, may_replace) for s in (signal.SIGTERM,signal_number('SIGUSR1'))]
+        try:
+            with term,usr1,self._each_interrupt(interrupt): yield
+        finally:
+            fatal = {-rank.exitcode for rank in ranks if rank.exitcode}
+            if in_shell(): fatal.add(signal.SIGTERM)
+            self.deadly = first(s for s in passed if s in fatal)
 
-def late_interrupt(
-    returns:bool, # Whether it is received
-    late:list # Receives the signal
-)->SharedSignal:
-    "Return a context manager in which Ctrl-C waits for the end of what is done"
-    return SharedSignal(signal.SIGINT if returns else None, lambda signum, frame: not late.append(signum))
+    def held_back(self):
+        "Return a context manager in which Ctrl-C is counted, and waits for the end of what is done"
+        def count(signum, frame):
+            self.interrupts += 1
+            return True
+        return self._each_interrupt(count)
+
+    def _each_interrupt(self, handle): return SharedSignal(signal.SIGINT if self.returns else None, handle)
+
+    def end_process(self):
+        "End this process by the signal that ranks have died of, if there is one"
+        if self.deadly: os.kill(os.getpid(), self.deadly)
 
 # %% ../../nbs/012_launch.launcher.ipynb #876ca9fc
 class EngineError(RuntimeError):
@@ -606,65 +610,63 @@ class Launcher:
     def meet(self)->tuple: # Address and port of rank 0; interface of each agent
         "Return where ranks meet; raise `EngineError` if a machine reaches no address of rank 0's"
         first_,*rest = self.agents
-        own,at = first_.hello['addresses'],['127.0.0.1']
-        if any(o.name!=first_.name for o in rest): at = [*own]
-        first_.link.send('listen', at=at, port=int(os.environ.get('MASTER_PORT', 0)))
+        own,candidates = first_.hello['addresses'],['127.0.0.1']
+        if any(o.name!=first_.name for o in rest): candidates = [*own]
+        first_.link.send('listen', at=candidates, port=int(os.environ.get('MASTER_PORT', 0)))
         msg,nonce = first_.answer()
-        for o in rest: o.link.send('reach', nonce, at=at, port=msg['port'])
-        ways = [own, *(o.answer()[0]['ways'] for o in rest)]
-        for a in at:
-            if all(a in w for w in ways): return a,msg['port'],[w[a] for w in ways]
-        lost = [o.name for o,w in zip(self.agents, ways) if not w] or [o.name for o in rest]
-        raise EngineError(f'{", ".join(lost)} cannot reach {first_.name}, where rank 0 is, at any of {", ".join(at)}. '
+        for o in rest: o.link.send('reach', nonce, at=candidates, port=msg['port'])
+        interfaces = [own, *(o.answer()[0]['ways'] for o in rest)] # of each agent: address of rank 0 -> interface that leads there
+        for addr in candidates:
+            if all(addr in o for o in interfaces): return addr,msg['port'],[o[addr] for o in interfaces]
+        lost = [o.name for o,found in zip(self.agents, interfaces) if not found] or [o.name for o in rest]
+        raise EngineError(f'{", ".join(lost)} cannot reach {first_.name}, where rank 0 is, at any of {", ".join(candidates)}. '
             'HINT: open the ports between the machines, or name first a machine that all reach')
 
-    def _places(self, worlds, d):
-        "Return for each agent the variables of each of its ranks, and what else all agents need"
+    def _requests(self, worlds, d):
+        "Return for each agent what it is asked to run: its ranks with their variables, and what depends on the machine"
         if self.here:
             port = free_port()
-            return [{w.rank:rank_env(w.rank, w.size, d, port) for w in worlds[0]}],dict(files=str(d), path=[], env={})
-        addr,port,ways = self.meet()
+            return [RunRequest({w.rank:rank_env(w.rank, w.size, d, port) for w in worlds[0]}, files=str(d))]
+        addr,port,interfaces = self.meet()
         env = travelling(os.environ)|dict(PYTHONUNBUFFERED='1', FASTDIST_ENGINE=self.engine.name)
-        places = [{w.rank:_place(w, addr, port, way) for w in ws} for ws,way in zip(worlds, ways)]
-        return places,dict(files=None, path=own_path(), env=env)
+        shared = dict(env=env, path=own_path())
+        return [RunRequest({w.rank:_place(w, addr, port, interface) for w in own}, **shared) for own,interface in zip(worlds, interfaces)]
 
-    def _start(self, fun, ranks, worlds, screen, results, keeps):
+    def _start(self, fun, ranks, worlds, screen, **request):
         "Let the agents start ranks, which call `fun`"
         call = ranks.d/'call'
         if not self.forks: write_call(fun, call)
-        places,job = self._places(worlds, ranks.d)
-        job |= dict(folder=os.getcwd(), results=results, keeps=keeps, terminal=is_terminal(sys.stdout))
-        job |= dict(heard=[o.rank for o in ranks.all if screen.shows(o.rank)], shows=bool(screen.publish), reports=bool(screen.reports))
-        for o,of in zip(self.agents, places):
-            o.link.send('run', of=of, **job)
-            if not self.here: o.link.send_file('call', call)
+        shown = [o.rank for o in ranks.all if screen.shows(o.rank)]
+        request |= dict(folder=os.getcwd(), shown=shown, displays=bool(screen.publish), reports=bool(screen.reports), terminal=is_terminal(sys.stdout))
+        for agent,own in zip(self.agents, self._requests(worlds, ranks.d)):
+            agent.link.send('run', **asdict(replace(own, **request)))
+            if not self.here: agent.link.send_file('call', call)
 
     def run(self,
-        fun:Callable, n:int, all_ranks:bool=False, show_all:bool=False, returns:bool=False, # As for `start_ranks`
-        died:list=None, # As for `passed_on`
-        pressed:list=None, # Receives Ctrl-C, with `returns`
+        fun:Callable, n:int, all_ranks:bool=False, show_all:bool=False, # As for `start_ranks`
+        signals:RunSignals=None, # Of this run
         keeps:bool=False # Whether agents call `fun` with what it returned the last time, and it returns that and what ranks call
     ): # As `start_ranks` returns
         "Start `n` ranks that call `fun`, and wait for them"
-        died,pressed,todo = ifnone(died, []),ifnone(pressed, []),SimpleQueue()
-        wanted,grace = range(n if all_ranks else 1),10 if returns else 1
+        signals,todo = signals or RunSignals(),SimpleQueue()
+        wanted,grace = range(n if all_ranks else 1),10 if signals.returns else 1
         worlds = place_ranks(n, [o.name for o in self.agents], getattr(self.engine, 'counts', None))
         with job_folder(guarded=not self.forks) as d:
-            screen,ranks = Screen(todo, show_all, returns),Ranks(d, todo)
-            for o,ws in zip(self.agents, worlds):
-                o.ranks = {w.rank:RemoteRank(w.rank, o.name, o.link, d, screen.of(w.rank), partial(todo.put, noop)) for w in ws}
-                ranks.all += o.ranks.values()
+            screen,ranks = Screen(todo, show_all, signals.returns),Ranks(d, todo)
+            for agent,own in zip(self.agents, worlds):
+                agent.ranks = {w.rank:RemoteRank(w.rank, agent.name, agent.link, d, screen.of(w.rank), partial(todo.put, noop)) for w in own}
+                ranks.all += agent.ranks.values()
             ranks.all.sort(key=attrgetter('rank'))
             try:
-                self._start(fun, ranks, worlds, screen, list(wanted), keeps)
-                with passed_on(ranks.all, died), first_interrupt(ranks.all, returns, pressed): ranks.wait(grace)
+                self._start(fun, ranks, worlds, screen, results=list(wanted), keeps=keeps)
+                with signals.passed_on(ranks.all): ranks.wait(grace)
             except BaseException as e:
                 if isinstance(e, KeyboardInterrupt): everywhere(e)
                 end_ranks(ranks.all)
                 screen.end_lines()
                 raise
             finally: screen.close()
-            with late_interrupt(returns, pressed): res = ranks.results(wanted)
+            with signals.held_back(): res = ranks.results(wanted)
         return res if all_ranks else res[0]
 
 # %% ../../nbs/012_launch.launcher.ipynb #da0ac2f3
@@ -675,13 +677,12 @@ def start_ranks(
     all_ranks:bool=False, # Whether to return a list of the results of all ranks; by default only rank 0's result
     show_all:bool=False, # Whether to show the output of all ranks; by default only rank 0's
     engine=None, # Starts agents elsewhere; by default ranks are on this node
-    returns:bool=False, # Whether ranks return what they have after the first Ctrl-C, which is sent to them, and leave it after an error
-    pressed:list=None # As for `Launcher.run`
+    signals:RunSignals=None # Of this process, while ranks run; by default a Ctrl-C is raised here
 ):
     "Return the result of `fun` on `n` new ranks, and end all ranks; raise `RankError` for the first that fails"
-    engine,died = engine or ThisNode(fun, start),[]
+    engine,signals = engine or ThisNode(fun, start),signals or RunSignals()
     try:
-        with Launcher(engine) as launcher: return launcher.run(fun, n, all_ranks, show_all, returns, died, pressed)
+        with Launcher(engine) as launcher: return launcher.run(fun, n, all_ranks, show_all, signals)
     finally:
         getattr(engine, 'close', noop)()
-        if died: os.kill(os.getpid(), died[0])
+        signals.end_process()

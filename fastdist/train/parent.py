@@ -147,19 +147,18 @@ class CallsOnRanks:
     def __call__(self,
         fun:Callable, # As for `RankCall`
         fork:bool, # Whether ranks are forks of this process
-        all_ranks:bool=False, show_all:bool=False, returns:bool=False, # As for `start_ranks`
-        pressed:list=None # As for `Launcher.run`
+        all_ranks:bool=False, show_all:bool=False, signals:RunSignals=None # As for `start_ranks`
     ): # Rank 0's result, or a list of all
         "Call `fun` on ranks; raise `TypeError` for a result that cannot be sent"
-        late = late_interrupt(returns, ifnone(pressed, []))
-        call,how = RankCall(fun, all_ranks, returns),dict(all_ranks=all_ranks, show_all=show_all, returns=returns, pressed=pressed)
+        signals = signals or RunSignals()
+        call,how = RankCall(fun, all_ranks, signals.returns),dict(all_ranks=all_ranks, show_all=show_all, signals=signals)
         try: found = self._forked(call, how) if fork else self._sent(call, how)
         except BaseException as e:
-            with late:
+            with signals.held_back():
                 if unfinished := getattr(e, 'unfinished', None): self.changes.load(*unfinished)
             raise
         first_,*others = found if all_ranks else [found]
-        with late: res = [self.changes.load(*first_), *(Changes().load(*o) for o in others)]
+        with signals.held_back(): res = [self.changes.load(*first_), *(Changes().load(*o) for o in others)]
         if fork: self.changes = None # or objects that the script forgets would stay
         for o in res:
             if isinstance(o, Unsent): raise TypeError(f'{o.why}. What trained was returned')
@@ -172,20 +171,19 @@ class CallsOnRanks:
 
     def _sent(self, call, how):
         "Make `call` on forks of agents, which an error ends"
-        died = []
         try:
             if not self.launcher: self.changes = SentObjects()
             fun = partial(received_call, self.changes.send(call))
             if self.keeps: self.changes.look()
             try:
                 if not self.launcher: self.launcher = Launcher(self.engine or ThisNode(None)).__enter__()
-                return self.launcher.run(fun, self.n, died=died, keeps=True, **how)
+                return self.launcher.run(fun, self.n, keeps=True, **how)
             except BaseException:
                 self._end_agents()
                 raise
         finally:
             if not self.keeps or not self.launcher: self.close()
-            if died: os.kill(os.getpid(), died[0])
+            how['signals'].end_process()
 
     def _end_agents(self):
         launcher,self.launcher = self.launcher,None
@@ -276,14 +274,14 @@ class ParentContext:
         "Call a method on new ranks, and make here what rank 0 has changed"
         call = _LearnerCall(self.learn, self.job, self.options, name, args, kwargs, self.finding, self.warned)
         fork = not self.job._engine and not torch.cuda.is_initialized()
-        pressed = []
+        signals = RunSignals(returns=True)
         with self._as_without():
-            try: received,res = self.calls(call, fork, returns=True, pressed=pressed)
+            try: received,res = self.calls(call, fork, signals=signals)
             except (KeyboardInterrupt,Preempted): raise _interrupt() from None
             except BaseException as e:
-                if pressed and (name!='fit' or str(e).endswith('KeyboardInterrupt')): raise _interrupt() from None # by an error a rank has ended an evaluation
+                if signals.interrupts and (name!='fit' or str(e).endswith('KeyboardInterrupt')): raise _interrupt() from None # by an error a rank has ended an evaluation
                 raise e.with_traceback(None)
-        if received or pressed: raise _interrupt()
+        if received or signals.interrupts: raise _interrupt()
         return res
 
 # %% ../../nbs/707_train.parent.ipynb #6c78290e
