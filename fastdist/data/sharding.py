@@ -27,7 +27,7 @@ __all__ = ['int_type', 'shuffled_range', 'ceil_div', 'part', 'even_slice', 'bloc
            'Division', 'Partition', 'StreamPartition', 'BatchPartition', 'Pass']
 
 # %% ../../nbs/200_data.sharding.ipynb #919b0f56
-import pickle,random,torch,zlib,numpy as np
+import pickle,random,zlib,numpy as np
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -207,9 +207,7 @@ def agreed(
 ): # `idxs` itself if it is the same on all ranks
     "Return one order for all ranks: that of rank 0 if they differ"
     raw = idxs if isinstance(idxs, np.ndarray) else pickle.dumps(idxs)
-    d = torch.tensor([len(idxs), zlib.crc32(raw)])
-    hi,lo = all_reduce(torch.stack([d, -d]), 'max')
-    return idxs if (hi==-lo).all() else broadcast_obj(idxs)
+    return idxs if same_on_all((len(idxs), zlib.crc32(raw))) else broadcast_obj(idxs)
 
 # %% ../../nbs/200_data.sharding.ipynb #f38b4642
 @dataclass(frozen=True)

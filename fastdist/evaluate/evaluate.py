@@ -314,14 +314,13 @@ class Evaluate(JobCallback):
             mean = learn.loss.detach().mean()
             return torch.stack([mean, torch.ones_like(mean)])
 
-    def _way(self, m): return 'whole' if id(m) in self.unmerged else known_way(m)
-    def _is_whole(self, ph, m): return any(m is o for o in ph.whole or ())
+    def _is_whole(self, ph, m): return id(m) in map(id, ph.whole or ())
 
     def _plan(self, ph, here):
         "Find out how the loss reduces, and which metrics get whole batches"
         self.reduction.determine(here)
         ph.zeros = {id(m):zero_state(m) for m in self._metrics()}
-        ph.whole = [m for m in self.learn.metrics if self._way(m)=='whole']
+        ph.whole = [m for m in self.learn.metrics if id(m) in self.unmerged or known_way(m)=='whole']
 
     def _show_global(self, ph, here):
         "Call the metrics that need whole batches on the Learner with the attributes of one process"

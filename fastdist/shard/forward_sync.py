@@ -36,7 +36,7 @@ class ForwardPasses:
     "Forward passes of models in shards, each of which all ranks make"
     def __init__(self,
         models:ShardedModels, # Of a Learner
-        rank0_evaluates:Callable=lambda: False # Returns whether rank 0 evaluates on its own
+        rank0_evaluates:Callable=noop # Returns whether rank 0 evaluates on its own
     ):
         self.models,self.rank0_evaluates = models,rank0_evaluates
         self.free,self.leads = False,False # whether the batch's own pass is to come; whether the others serve the passes of this rank
@@ -50,9 +50,9 @@ class ForwardPasses:
     def _begin(self, shards, i):
         if self.rank0_evaluates(): raise RuntimeError(_rank0_only)
         if current_job() is None: raise RuntimeError(_outside)
-        own = self.free and i==len(shards.parts)-1
-        if not own: self.stack.enter_context(exchange('a forward pass of the model in shards'))
-        self.free,self.opener = self.free and not own,(shards,i)
+        if self.free and i==len(shards.parts)-1: self.free = False
+        else: self.stack.enter_context(exchange('a forward pass of the model in shards'))
+        self.opener = shards,i
 
     def before(self,
         shards, # `Shards` of a model
@@ -116,9 +116,10 @@ _outside = ('The model is in shards, which ranks hold, and this is outside of th
 # %% ../../nbs/605_shard.forward_sync.ipynb #f06e6eff
 def _is_seen(mods, v):
     "Return whether `v` is a parameter or in shards, holds some, as the flat weights of an LSTM do, or is a method of one of `mods`, as fastai's `WeightDropout` gives its LSTM"
-    if isinstance(v, (list,tuple)): return any(_is_seen(mods, o) for o in v)
-    own = getattr(v, '__self__', None)
-    return isinstance(v, nn.Parameter) or hasattr(v, '_local_tensor') or isinstance(own, nn.Module) and own in mods
+    if isinstance(v, (list,tuple)): return any(map(partial(_is_seen, mods), v))
+    if isinstance(v, nn.Parameter) or hasattr(v, '_local_tensor'): return True
+    owner = getattr(v, '__self__', None)
+    return isinstance(owner, nn.Module) and owner in mods
 
 def _own(shards, mods):
     "Return for each of `mods` the attributes that are neither torch's nor those that `shards` has added"
@@ -140,7 +141,9 @@ class ShardProbe:
 
     def run(self, xb, training, times=1):
         "Return `module_outputs` of the model in the last of `times` passes"
-        with self.copies.probed(),self._on_copies(): return [module_outputs(self.model, xb, training) for _ in range(times)][-1]
+        with self.copies.probed(),self._on_copies():
+            for _ in range(times): res = module_outputs(self.model, xb, training)
+            return res
 
     @contextmanager
     def _on_copies(self):
