@@ -94,9 +94,9 @@ def fetch_items(
 # %% ../../nbs/202_data.fetch.ipynb #2abf2bbb
 def _stacked(vals, here):
     "Return `vals` collated; in a data worker, where `here` is `False`, torch puts tensors into shared memory"
-    o = vals[0]
-    if here and type(o) is Tensor and o.layout is torch.strided and not o.is_nested: return torch.stack(vals)
-    return retain_types(fa_collate(vals), o)
+    v = vals[0]
+    if here and type(v) is Tensor and v.layout is torch.strided and not v.is_nested: return torch.stack(vals)
+    return retain_types(fa_collate(vals), v)
 
 # %% ../../nbs/202_data.fetch.ipynb #9ac2489f
 def collate_items(
@@ -248,9 +248,9 @@ def watched_workers(
     *args
 ): # What `make` returns
     "Call `make`, which may start data workers, and watch those of torch's iterator that it returns"
-    with _stack_log() as log: it = make(*args)
-    if hasattr(it, '_workers') and '_try_get_data' not in vars(it): it._try_get_data = WorkerWatch(it, log) # persistent ones have theirs
-    return it
+    with _stack_log() as log: res = make(*args)
+    if hasattr(res, '_workers') and '_try_get_data' not in vars(res): res._try_get_data = WorkerWatch(res, log) # persistent ones have theirs
+    return res
 
 def watching_workers():
     "Return a context manager in which a fastai loader that begins to iterate has its data workers watched"
@@ -262,9 +262,9 @@ def open_batches(
 ): # Iterator over its batches, before they are put on a device
     "Return torch's iterator over `fake`, with workers seeded and started; in this process, what it iterates over"
     if fake.num_workers: return watched_workers(_loaders[False], fake)
-    it = _loaders[True](fake)
-    if fake.pin_memory or torch.autograd._profiler_enabled(): return it
-    return nested_attr(it, '_dataset_fetcher.dataset_iter', it)
+    batches = _loaders[True](fake)
+    if fake.pin_memory or torch.autograd._profiler_enabled(): return batches
+    return nested_attr(batches, '_dataset_fetcher.dataset_iter', batches)
 
 # %% ../../nbs/202_data.fetch.ipynb #864276bb
 def on_device(

@@ -391,8 +391,8 @@ class BatchPartition(Partition):
     def padding(self, k):
         "Return how many rows all ranks gather of batch `k`, and how many at their end are padding"
         if self.ranks.slicing: return super().padding(k)
-        at = np.arange(self.ranks.size)*ceil_div(self.n, self.ranks.size)+k
-        return self.lens[at%self.n].sum(),self.lens[at[at>=self.n]%self.n].sum()
+        places = np.arange(self.ranks.size)*ceil_div(self.n, self.ranks.size)+k # of batch `k` of each rank
+        return self.lens[places%self.n].sum(),self.lens[places[places>=self.n]%self.n].sum()
 
 # %% ../../nbs/200_data.sharding.ipynb #7b433e4c
 class Pass:

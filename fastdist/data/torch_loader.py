@@ -205,25 +205,25 @@ class From:
     ): store_attr()
     def __len__(self): return len(self.by)
     def __iter__(self):
-        it = iter(self.by)
+        batches = iter(self.by)
         for i in count(-self.batch):
             if i==self.ahead:
                 then,self.then = self.then,noop # a data worker's iterator that led back to its loader would end late, as garbage
                 then()
                 del then
-            o = next(it, self)
-            if o is self: return
-            self.record(o)
-            if i>=0: yield o
+            batch = next(batches, self)
+            if batch is self: return
+            self.record(batch)
+            if i>=0: yield batch
 
 # %% ../../nbs/204_data.torch_loader.ipynb #9cf54e10
 @contextmanager
 def _ordered_by(dl, name, by, alive):
     "Set `by` as the sampler `name` of torch loader `dl` inside this context; if `alive`, its data workers take no seed from its generator"
-    old,gen,it = getattr(dl, name),dl.generator,dl._iterator
+    old,gen,batches = getattr(dl, name),dl.generator,dl._iterator
     vars(dl)[name] = by # torch forbids the plain way
-    if alive and it is None: dl.generator = torch.Generator()
-    if it is not None: it._index_sampler = by
+    if alive and batches is None: dl.generator = torch.Generator()
+    if batches is not None: batches._index_sampler = by
     try: yield
     finally:
         vars(dl)[name],dl.generator = old,gen
