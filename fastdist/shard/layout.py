@@ -303,8 +303,6 @@ class Unsharder:
         return self.own_rows(learn)
 
 # %% ../../nbs/606_shard.layout.ipynb #3e10c5dc
-def _to_cpu(t): return t if t is None else t.cpu()
-
 class ShardFiles(LayoutFiles):
     "Files of a Learner in shards: written by rank 0, read by each rank for its rows"
     reads_to = 'cpu'
@@ -320,7 +318,7 @@ class ShardFiles(LayoutFiles):
     def full_state(self, learn):
         "Return a context manager in which rank 0 reads the whole model and the optimizer's whole state; all ranks enter it"
         self.models.rest()
-        with exchange('the model, which rank 0 puts together'): values = self.unsharder.all_rows(learn, 0, _to_cpu)
+        with exchange('the model, which rank 0 puts together'): values = self.unsharder.all_rows(learn, 0, to_cpu)
         with ExitStack() as stack:
             if not self.unsharder.job.world.rank:
                 for shards in self.models.values(): stack.enter_context(shards.unsharded(values.params))
@@ -393,7 +391,7 @@ class Sharded(Layout):
         job:JobContext, # That the Learner has joined
         plan, # A `ShardPlan`
         sync_bn=True, # Whether batch norm counts the samples of all ranks
-        rank0_evaluates:Callable=lambda: False # Returns whether rank 0 evaluates on its own
+        rank0_evaluates:Callable=noop # Returns whether rank 0 evaluates on its own
     ):
         self.job,self.plan,self.models,self.rank0_evaluates = job,plan.on(job.world),ShardedModels(),rank0_evaluates
         self.requests,self.counting = Requests(job.world.size),job.control.exchanges.of('the training step', 'step')

@@ -625,7 +625,7 @@ def _set_data(t, v):
 
 @contextmanager
 def full_numbers(
-    rank0_evaluates:Callable=lambda: False # Returns whether rank 0 runs code that the others do not
+    rank0_evaluates:Callable=noop # Returns whether rank 0 runs code that the others do not
 ):
     "Let `item` and the like of a DTensor put its parts together inside this context, and `data` be set"
     handlers = DTensor._op_dispatcher._custom_op_handlers

@@ -32,6 +32,7 @@ from fastcore.all import *
 from torch.utils.checkpoint import checkpoint
 from accelerate.utils import DynamoBackend
 from ..base.overrides import *
+from ..base.values import *
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #c1bbc5bc
 def _ignored(model, plan):
@@ -213,8 +214,6 @@ def check_units(
             if v: raise ValueError(f'You set {k}={v} for the embedding {n}, but {why}. HINT: do without it, or exclude the embedding with ignored_modules')
 
 # %% ../../nbs/601_shard.wrap_policy.ipynb #40e06abe
-def _copies(d): return {k:v if v is None else v.detach().clone() for k,v in d.items()}
-
 def _set(m, attrs, buffers):
     "Give the module `m` these attributes and buffers, in the dicts that it has"
     for d,new in ((vars(m),attrs), (attrs['_buffers'],buffers)):
@@ -225,11 +224,11 @@ class ModuleState:
     "Buffers and attributes of the modules of `unit` as they are now; they have these values inside of the context"
     def __init__(self,
         unit:nn.Module # Of a model, or a model
-    ): self.then = [(m, {**vars(m)}, _copies(m._buffers)) for m in unit.modules()]
+    ): self.then = [(m, {**vars(m)}, copied(m._buffers)) for m in unit.modules()]
 
     def __enter__(self):
         self.now = [(m, {**vars(m)}, {**m._buffers}) for m,*_ in self.then]
-        for m,attrs,buffers in self.then: _set(m, attrs, _copies(buffers))
+        for m,attrs,buffers in self.then: _set(m, attrs, copied(buffers))
 
     def __exit__(self, *_):
         for m,attrs,buffers in self.now: _set(m, attrs, buffers)
