@@ -4038,6 +4038,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastdist.tools.trace.Trace.__init__': ('tools.trace.html#trace.__init__', 'fastdist/tools/trace.py'),
                                       'fastdist.tools.trace.Trace._after_step': ( 'tools.trace.html#trace._after_step',
                                                                                   'fastdist/tools/trace.py'),
+                                      'fastdist.tools.trace.Trace._is_done': ('tools.trace.html#trace._is_done', 'fastdist/tools/trace.py'),
                                       'fastdist.tools.trace.Trace._on_with_events': ( 'tools.trace.html#trace._on_with_events',
                                                                                       'fastdist/tools/trace.py'),
                                       'fastdist.tools.trace.Trace._open': ('tools.trace.html#trace._open', 'fastdist/tools/trace.py'),

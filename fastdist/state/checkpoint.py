@@ -58,7 +58,8 @@ class Writer:
         e:OSError=None # With the path; that of the last state by default, if there was one
     ):
         "Warn of `e`, once for each path"
-        error,self.refused = e or self.refused,None
+        error = ifnone(e, self.refused)
+        self.refused = None
         if error is None or error.filename in self.reported: return
         self.reported.add(error.filename)
         warn(f'A state could not be written to {error.filename}: {error.strerror or error}. Training continues, and the states before stay. '
@@ -71,8 +72,9 @@ class Writer:
     def wait(self):
         "Wait until the thread has ended; return what its function returned, `None` after an `OSError`, and raise any other error of it"
         self.join()
-        self.thread,e,self.error = None,self.error,None
-        if e: raise e
+        error = self.error
+        self.thread = self.error = None
+        if error: raise error
         self.report()
         return self.result
 
@@ -278,7 +280,7 @@ class CheckpointedFit:
         states:StateWriter # Of the fit
     ):
         self.fit,self.learn,self.states = fit,fit.learn,states
-        self.signals = StopSignals(lambda: fit.job and fit.job.state=='failed')
+        self.signals = StopSignals(lambda: getattr(fit.job, 'state', None)=='failed')
         if fit.size>1:
             self.requests = fit.layout.requests
             self.requests.begin()
@@ -436,7 +438,7 @@ class Checkpoint(OverridingCallback):
         with ExitStack() as stack:
             stack.callback(self.hand) # what the job has ends with it
             stack.enter_context(fits_of(self.learn, self.path).counted())
-            fit,self.writer = Fit(self.learn, self.path, *self.handed, keep=self.keep),self.writer or Writer()
+            fit,self.writer = Fit(self.learn, self.path, *self.handed, keep=self.keep),ifnone(self.writer, Writer())
             if fit.rank==0: stack.enter_context(in_use(self.path))
             fit.find()
             if fit.skip(): return final()

@@ -43,7 +43,7 @@ def name_of(
 )->str:
     "Return a name for `f` that is the same on all ranks"
     while isinstance(f, partial): f = f.func
-    return getattr(f, '__qualname__', None) or type(f).__qualname__
+    return getattr(f, '__qualname__', type(f).__qualname__)
 
 def model_facts(
     model:nn.Module # Without a wrapper
@@ -130,7 +130,8 @@ def _shown(v):
     "Return text for the value `v` of a transform: its beginning, and a digest where it is long"
     if isinstance(v, dict): text = '; '.join(f'{k}: {_shown(o)}' for k,o in v.items())
     elif is_listy(v) or isinstance(v, CollBase): text = str([*map(str, v)])
-    else: text = str(getattr(v, 'tolist', lambda: v)())
+    elif hasattr(v, 'tolist'): text = str(v.tolist())
+    else: text = str(v)
     if len(text)<200: return text
     return f'{text[:120]}…, checksum {zlib.crc32(text.encode(errors="surrogatepass")):08x}'
 

@@ -221,7 +221,7 @@ class States:
     )->State:
         "Write a state and remove old ones; raise `OSError`, with `path` in it, where the disk does not take it"
         if Path(label).name!=label: raise ValueError(f'You set label={label!r}, which is no name of a folder')
-        tmp = self.path/(into or temporary())
+        tmp = self.path/ifnone(into, temporary())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for o in self.path.glob('.tmp-????????'):

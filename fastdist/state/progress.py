@@ -164,12 +164,12 @@ def put_back(
     path # Folder that `state` was read from
 ):
     "Write `state` into `learn` and its callbacks, but for the loaders' orders"
-    mine,takes = mine or dict(attrs={}, values={}, left={}),stateful(learn)
+    of_rank,takes = mine or dict(attrs={}, values={}, left={}),stateful(learn)
     own = {k:_read_own(k, v, path) for k,v in state['own'].items() if k in takes}
-    found = {k:v for k,v in (state['values'] | mine['values']).items() if k not in takes}
-    LearnerState(state, own=own, values=found, attrs=state['attrs'] | mine['attrs'], orders=[]).put(learn)
+    found = {k:v for k,v in (state['values'] | of_rank['values']).items() if k not in takes}
+    LearnerState(state, own=own, values=found, attrs=state['attrs'] | of_rank['attrs'], orders=[]).put(learn)
     in_shards = state.get('left', {})
-    whole = in_shards | mine['left']
+    whole = in_shards | of_rank['left']
     for n,p in learn.model.named_parameters():
         left = (in_shards if _in_shards(p) else whole).get(n)
         if left is not None: p.grad = left.to(p.device, copy=True)

@@ -274,7 +274,7 @@ class LastBatch:
         t # A tensor, or anything else
     )->bool:
         "Return whether `t` was there before the first batch, and nothing was written into it"
-        return isinstance(t, Tensor) and self._was_early(t) and self.early[id(t)][1]==_version(t)
+        return self._was_early(t) and self.early[id(t)][1]==_version(t)
 
 # %% ../../nbs/401_state.replicas.ipynb #af2efceb
 def source_line(
@@ -363,7 +363,7 @@ def further_state(
             if cls is nn.Module: values = dict(chain(v.named_parameters(name), v.named_buffers(name)))
             else: values = {f'{name} {n}':o for n,o in optimizer_values(v).items()}
             res[name] = {n:t for n,t in values.items() if id(t) not in known}
-        known |= {id(t) for vs in res.values() for t in vs.values()}
+        known |= set(map(id, merge(*res.values()).values()))
     return res
 
 # %% ../../nbs/401_state.replicas.ipynb #a53d1fdd

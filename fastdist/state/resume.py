@@ -198,7 +198,7 @@ class Fit:
     ):
         self.learn,self.job,self.helpers = learn,current_job(),helpers
         self.states,self.fits = States(path, keep),fits_of(learn, path)
-        self.loaders,self.layout = loaders or LocalLoaders(),layout or LocalLayout()
+        self.loaders,self.layout = ifnone(loaders, LocalLoaders()),ifnone(layout, LocalLayout())
         if self.job: self.rank,self.size = self.job.rank,self.job.size
         self.number,self.record = self.fits.done,FitRecord(learn, self.states.path, self.fits.done)
         self.steps,self.rows = 0,[] # of the optimizer and of the recorder, in this fit
@@ -223,7 +223,8 @@ class Fit:
         if self.rank==0: found = self._find_state()
         if self.size>1: found = broadcast_obj(found)
         if found and self.layout.gathers: self._read(found)
-        trained_before = not found.done if found else self.fits.skipped
+        trained_before = self.fits.skipped
+        if found: trained_before = not found.done
         if trained_before: # by a process in which fastai has read an item for `n_inp`
             with preserved_random(*user_loaders(learn.dls)): getattr(learn.dls, 'n_inp', None)
         self.found = found
@@ -276,7 +277,8 @@ class Fit:
         "Write the state that was found into the Learner, but for the random states"
         found,gathers,mine = self.found,self.layout.gathers,self._mine()
         about,path,state = found.state.about,found.state.path,dict(found.learner)
-        state['left'] = left_in(state, found.ranks if mine is None and not gathers else [], whole=not gathers)
+        others = [] if mine or gathers else found.ranks
+        state['left'] = left_in(state, others, whole=not gathers)
         if about['facts']['metrics']!=self.facts['metrics']: # a done fit's, and others are here
             state['values'] = {k:v for k,v in state['values'].items() if not k.startswith('metric ')}
         if gathers: state = self.layout.files.rejoined(self.learn, state, path)

@@ -128,7 +128,9 @@ def _row_of(v):
     "Return the name of the table's row for `v`, `None` where there is none"
     if isinstance(v, (np.ndarray,np.generic)) and v.dtype.hasobject: return
     if type(v) is defaultdict and v.default_factory not in _factories.values(): return
-    return _names.get(type(v)) or first(name for base,name in _bases.items() if isinstance(v, base))
+    for base,name in _bases.items():
+        if isinstance(v, base): return name
+    return _names.get(type(v))
 
 # %% ../../nbs/402_state.serialize.ipynb #0b38e4dc
 @torch.no_grad()
@@ -143,9 +145,9 @@ def _stacked(vs):
     if issubclass(cls, (np.number,np.bool_)): return 'scalars',np.array(vs)
     if cls is not Tensor and not issubclass(cls, TensorBase): return
     with plain(): # fastai's classes take 20 times as long
-        dtype,device = vs[0].dtype,vs[0].device
-        if not all((t.ndim,t.dtype,t.device)==(0,dtype,device) for t in vs) or not _is_storable(dtype): return
-        return 'tensors',(_name_of(cls),torch.stack(vs))
+        dtype = vs[0].dtype
+        alike = {(t.ndim,t.dtype,t.device) for t in vs}=={(0,dtype,vs[0].device)}
+        if alike and _is_storable(dtype): return 'tensors',(_name_of(cls),torch.stack(vs))
 
 # %% ../../nbs/402_state.serialize.ipynb #8dbf4936
 _hint = ('a state holds tensors, arrays, numbers, text, bytes, paths, and lists, tuples, sets and dicts of them. '
@@ -178,8 +180,8 @@ class _Packer:
 
     def content(self, name, v, path):
         "Return what stands for a value of the row `name`: items of a list have places of their own, parts of a tuple have not"
-        packed = [self.pack(o, path) for o in v] if type(v) is tuple else self.pack(v, path)
-        return {f'${name}':packed}
+        if type(v) is tuple: return {f'${name}':[self.pack(part, path) for part in v]}
+        return {f'${name}':self.pack(v, path)}
 
     def tensor(self, v, path):
         "Return what stands for the tensor `v`"

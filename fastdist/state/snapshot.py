@@ -144,8 +144,8 @@ def form(
     "Return the classes of the modules of `model`, and the shapes of its parameters and buffers"
     res = {}
     for n,m in model.named_modules():
-        own = first(c for c in type(m).__mro__ if not c.__module__.startswith('torch.distributed.fsdp'))
-        res[n] = f'a {own.__qualname__}'
+        cls = first(c for c in type(m).__mro__ if not c.__module__.startswith('torch.distributed.fsdp'))
+        res[n] = f'a {cls.__qualname__}'
     for n,t in chain(model.named_parameters(), model.named_buffers()):
         res[n] = 'without a shape' if is_lazy(t) else f'of shape {tuple(t.shape)}'
     return res
@@ -285,7 +285,7 @@ class OptimizerState:
         if not state.get('opt'): return
         params = dict(self.net.named_parameters(remove_duplicate=False))
         names = state.get('groups', {}).get('names') or [[None]]
-        if params.keys()>={*chain(*names)}: self._set_lists([[params[n] for n in ns] for ns in names])
+        if params.keys()>={*chain(*names)}: self._set_lists([[*map(params.get, ns)] for ns in names])
         mine,opt = self.others(),copied(state['opt'])
         for n,v in state.get('others', {}).items():
             if n in mine: mine[n].data.copy_(v)
@@ -356,7 +356,8 @@ class LearnerState(dict):
             for holder in cls._holders(o):
                 for k in holder.parts:
                     if not parts or k in parts: res[k] = getattr(holder, k)()
-        return copied(res) if copy else res
+        if copy: return copied(res)
+        return res
 
     def put(self,
         o # A Learner, or an object with `model` and `optimizer`, whose model has the same form

@@ -36,9 +36,9 @@ def gap(
     if torch.int64 in (x.dtype,y.dtype): return math.inf
     finite = x.isfinite()
     if not same_value(x.masked_fill(finite, 0.), y.masked_fill(y.isfinite(), 0.)): return math.inf
-    x,y = x[finite],y[finite]
-    if not len(x): return 0.
-    return float((x-y).abs().max()/max(x.abs().max(), y.abs().max(), scale, 1e-30))
+    if not finite.any(): return 0.
+    largest = [v[finite].abs().max() for v in (x-y,x,y)]
+    return float(largest[0]/max(*largest[1:], scale, 1e-30))
 
 def _kind(name):
     "Return what gradients have in common, or optimizer states of a kind; empty for other values"
@@ -73,12 +73,12 @@ def distance(
     a:dict, # From `joined`
     b:dict, # Of the other run
     k, # A key
-    at:Tensor # Index in `b` of each sample of `a`, perhaps `None`
+    indices:Tensor # In `b`, of each sample of `a`; perhaps `None`
 )->float: # `None` where samples do not fit
     "Return the distance between the samples at `k`"
-    if at is None or k not in a or k not in b or a[k][0]!=b[k][0]: return
+    if indices is None or k not in a or k not in b or a[k][0]!=b[k][0]: return
     x,y = a[k][1],b[k][1]
-    if len(x)==len(at)<=len(y): return gap((0,x), (0,y[at]))
+    if len(x)==len(indices)<=len(y): return gap((0,x), (0,y[indices]))
 
 # %% ../../nbs/804_tools.comparison.ipynb #3ace9930
 def _columns(a, b):
@@ -121,12 +121,12 @@ def matching(
 def first_place(
     a:dict, # Samples of one run, from `joined`
     b:dict, # Those of the other
-    at:Tensor, # From `matching`; other samples are compared by their place
+    indices:Tensor, # From `matching`; other samples are compared by their place
     floor:float # Relative difference that rounding explains
 )->str: # Empty where no place differs
     "Return the first transform, module or callback that gave other values for the same samples"
     for k,(_,x) in a.items():
-        off = distance(a, b, k, ifnone(at, torch.arange(len(x))))
+        off = distance(a, b, k, ifnone(indices, torch.arange(len(x))))
         if off and off>floor: return k[0]
     return ''
 
@@ -216,8 +216,9 @@ class ComparedStep:
         for n,v in self.one['values'].items():
             if not n.startswith(losses): res.append(self._value(n, *v))
         if part=='validation':
-            pairs = (self.many,self.matches),(self.repeated,self.rematches)
-            res.append(self._row(_predicted, *(distance(self.points, other, (_predicted,0,0), at) or 0. for other,at in pairs)))
+            found = partial(distance, self.points, k=(_predicted,0,0))
+            off,rounding = found(self.many, indices=self.matches),found(self.repeated, indices=self.rematches)
+            res.append(self._row(_predicted, off or 0., rounding or 0.))
         return res
 
     def _own_losses(self):

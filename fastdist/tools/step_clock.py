@@ -155,9 +155,10 @@ class Clock:
         valid = self._ns(self.validations)
         res[0,0],res[0,1] = self.n,valid[1::2].sum()-valid[:-1:2].sum()
         for row,(met,marks) in zip(res[1:], self.batches):
-            began,at = [o[0] for o in marks[:-1]],self._ns([o[1] for o in marks])
-            row[0],row[1] = at[0],at[-1] if met is None else self._ns([met])[0]
-            np.add.at(row[2:], began, np.diff(at))
+            began,times = zip(*marks)
+            ns = self._ns([*times, ifnone(met, times[-1])])
+            row[0],row[1] = ns[0],ns[-1]
+            np.add.at(row[2:], [*began[:-1]], np.diff(ns[:-1]))
         return res[:,:-1]
 
 # %% ../../nbs/801_tools.step_clock.ipynb #7c2528e9

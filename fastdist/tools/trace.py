@@ -252,8 +252,9 @@ class BatchWatch(Overrides):
         "Return inputs, targets and predictions if they are others than at the last call"
         learn = self.learn
         now = learn.xb,learn.yb,getattr(learn, 'pred', None)
-        was,self.shown = self.shown,[(id(t),t.is_inference() or t._version) for t in tensors_in(now)]
-        if self.shown==was: return ()
+        shown = [(id(t),t.is_inference() or t._version) for t in tensors_in(now)]
+        if shown==self.shown: return ()
+        self.shown = shown
         return now
 
 # %% ../../nbs/803_tools.trace.ipynb #e5188c8e
@@ -337,7 +338,7 @@ class Trace(OverridingCallback):
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
             found,moments = read_file(self.file)
-            if found==self.head: self.moments,self.fit = moments,1+max([o['fit'] for o in moments], default=-1)
+            if found==self.head: self.moments,self.fit = moments,1+max(map(itemgetter('fit'), moments), default=-1)
         self._save()
 
     def _save(self): write_atomically(partial(torch.save, dict(head=self.head, moments=self.moments)), self.file)
@@ -353,12 +354,14 @@ class Trace(OverridingCallback):
         self.moments.append(more | dict(points=points, values=values, samples=samples))
         self._save()
 
+    def _is_done(self, training=True): return self.done[training]>=self.steps
+
     def _stop(self):
         if self.watch: self.watch.close()
         self.watch = None
 
     def before_train(self):
-        if self.busy and self.done[self.training]<self.steps: self.watch = BatchWatch(self.learn, self.draws, self.low)
+        if self.busy and not self._is_done(self.training): self.watch = BatchWatch(self.learn, self.draws, self.low)
     before_validate = before_train
 
     def before_batch(self): self.stepped = not self.training
@@ -370,8 +373,11 @@ class Trace(OverridingCallback):
             if p.grad is not None: self.grads[f'gradient of {n}'] = _whole(p.grad, p).clone()
     def after_cancel_batch(self):
         "Record where a batch was cancelled"
-        at = [o for o in extract_tb(sys.exc_info()[2]) if not Path(o.filename).is_relative_to(_folder)]
-        self.cancelled += [f'{o.name} ({Path(o.filename).name}:{o.lineno})' for o in at[-1:]]
+        for frame in extract_tb(sys.exc_info()[2])[::-1]:
+            path = Path(frame.filename)
+            if path.is_relative_to(_folder): continue
+            self.cancelled.append(f'{frame.name} ({path.name}:{frame.lineno})')
+            return
 
     def after_batch(self):
         watch = self.watch
@@ -382,7 +388,7 @@ class Trace(OverridingCallback):
             else: self._write('validation', i, watch.n, watch.points)
             self.done[self.training] += 1
         watch.end()
-        if self.done[self.training]>=self.steps: self._stop()
+        if self._is_done(self.training): self._stop()
 
     def _after_step(self, i):
         learn,watch = self.learn,self.watch
@@ -467,7 +473,7 @@ class ShortTrace(Trace):
 
     def after_batch(self):
         super().after_batch()
-        if not self.busy or self.done[self.training]<self.steps or self.iter+1==self.n_iter: return
+        if not self.busy or not self._is_done(self.training) or self.iter+1==self.n_iter: return
         raise CancelTrainException if self.training else CancelValidException
 
     def after_cancel_train(self):
@@ -476,9 +482,9 @@ class ShortTrace(Trace):
         if self.busy: self.recorder.cancel_valid = False
     def after_validate(self):
         super().after_validate()
-        if self.busy and self.done[True]>=self.steps and self.fit+1>=self.fits: raise TraceEnd(0)
+        if self.busy and self._is_done() and self.fit+1>=self.fits: raise TraceEnd(0)
     def after_epoch(self):
-        if self.busy and self.done[True]>=self.steps: raise CancelFitException
+        if self.busy and self._is_done(): raise CancelFitException
 
 # %% ../../nbs/803_tools.trace.ipynb #6ac6d40f
 def trace_from(
