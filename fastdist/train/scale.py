@@ -170,7 +170,7 @@ class CurrentBatch:
     @property
     def divides_unevenly(self):
         "Whether the mean of the loss probably divides by something else than samples"
-        if not self.reduction.kind[1]: return False
+        if not self.reduction.kind.counts: return False
         return self.ignores or often_ignores(self.reduction.loss_func, self.learn.yb[0])
 
     def scale(self,
