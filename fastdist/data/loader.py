@@ -43,7 +43,7 @@ class DistributedDL(TfmdDL):
     "`TfmdDL` over this rank's share of `dl`, in blocks; changes of `dl` take effect in the next pass"
     _default,slicing,in_step = 'dl',False,False
     seeding = None # with a seed: tells the place of a pass, and runs batch transforms
-    source = rank = world_size = partition = weights = totals = None
+    source = rank = world_size = partition = None
 
     def __init__(self,
         dl, # fastai or torch `DataLoader`; for a share, the loader inside
@@ -58,7 +58,7 @@ class DistributedDL(TfmdDL):
         w = this_world() if self._in_job else World()
         self.rank,self.world_size = ifnone(rank, w.rank),ifnone(world_size, w.size)
         World(self.rank, self.world_size) # Raise `WorldError` unless they go together
-        self._splits,self.weights,self.totals,self._pass,self._next = splits,{},{},Pass(),Pass()
+        self._splits,self._pass,self._next = splits,Pass(),Pass()
         if device is not None or is_torch(dl): self.device = device
         self.follow()
 
@@ -103,8 +103,8 @@ class DistributedDL(TfmdDL):
 
     def get_idxs(self):
         "Return this rank's share of the order, drawn anew"
-        res,partition = self.source.draw(self._pass),self._pass.partition
-        self.partition,self.weights,self.totals = partition,partition.weights,partition.totals
+        res = self.source.draw(self._pass)
+        self.partition = self._pass.partition
         return res
 
     def _draw(self): return self.get_idxs()
@@ -120,7 +120,7 @@ class DistributedDL(TfmdDL):
         "Return an iterator over the batches of pass `p`"
         if self.seeding: p.seeds = self.seeding.seeds
         p.start(self.source)
-        self._pass,self.weights,self.totals = p,{},{}
+        self._pass = p
         batches = self._batches(p)
         return p.read_past(batches, self.source) if p.past else batches
 
@@ -188,11 +188,20 @@ class DistributedDL(TfmdDL):
         res._in_job,res.in_step,res.seeding = self._in_job,self.in_step,self.seeding
         return res
 
+    @property
+    def weights(self):
+        "Batch -> what `weight` returns, for batches in which it is not that of a full one"
+        return self.partition.weights
+    @property
+    def totals(self):
+        "Batch -> what `total` returns, as far as it is known"
+        return self.partition.totals
+
     def total(self,
         step:int # Number of a step in this epoch
     )->int: # Samples of all ranks in it
         "Return the number of samples that one process would have in the batch of `step`"
-        return self.totals.get(step, self.partition.g)
+        return self.partition.total(step)
 
     def weight(self,
         step:int # Number of a step in this epoch
