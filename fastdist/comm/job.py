@@ -164,7 +164,7 @@ class Votes:
         if self.state.rank: return 'the others'
         here = self.state.generation,self.exchanges.n
         absent = [r for r in range(self.state.size) if not self.store.check([f'rank{r}'])]
-        behind = [r for r,o in self.reports.items() if (o['generation'],o.get('n', 0))<here]
+        behind = [r for r,o in self.reports.items() if (o.generation,o.exchange or 0)<here]
         late = absent or behind
         return numbered(late) if late else 'the others'
 
@@ -207,10 +207,10 @@ class Watchdog:
         self.presence,self.ping,self.reports,self.interruptions = Presence((store.host, store.port)),None,{},0
         self.calls,self.judge = {},Judge(state.size, state.patience, state.tick, self._exists)
         self.client.set(f'presence/{state.rank}', json.dumps(self.presence.address))
-        self._report(dict(nth=0, generation=0))
+        self._send(Report())
         if state.rank: self.ping = Ping(json.loads(self.client.get('presence/0')), min(5, state.patience/4))
 
-    def _report(self, where): self.client.set(f'report/{self.state.rank}', json.dumps(where))
+    def _send(self, report): self.client.set(f'report/{self.state.rank}', dumped(report))
 
     def run(self):
         "Look at each tick, until this rank leaves"
@@ -236,7 +236,7 @@ class Watchdog:
         self.presence.hang_up()
         if state.offline or 0 in state.left: return
         with suppress(DistNetworkError): # rank 0 is gone, which the listener finds out
-            self._report(dict(nth=nth, generation=state.generation)|self.progress.report(now, state.patience))
+            self._send(self.progress.report(now, state.patience, nth=nth, generation=state.generation))
             if state.rank: self._look_at_rank0(now, gap)
             elif state.met: self._judge(now, gap)
 
@@ -252,10 +252,10 @@ class Watchdog:
         ranks = [r for r in range(state.size) if r not in state.left]
         found = client.multi_get([f'report/{r}' for r in ranks]) if ranks else []
         self.reports.clear()
-        self.reports.update(zip(ranks, map(json.loads, found)))
+        self.reports.update(zip(ranks, map(loaded, found)))
         if client.check(['given up']): state.receive(0, RankFailure(0, client.get('given up').decode(), gone=True))
-        verdict = self.judge(self.reports, state.generation, now, gap, bool(state.failures.now))
-        if verdict: state.report(client, *verdict)
+        decision = self.judge(self.reports, state.generation, now, gap, bool(state.failures.now))
+        if decision: state.report(client, *decision)
 
     def _look_at_rank0(self, now, gap):
         "On other ranks: find out whether rank 0 answers, without the store, which would wait for it"

@@ -96,13 +96,12 @@ class _JobRecords:
         "Return where rank 0 is, by two of its reports, if it has passed this place"
         job = self.job
         if job.shared.has_left(job.store.main) and 0 in job.shared.left: return 'rank 0 has left'
-        at,n = json.loads(job.store.main.get('report/0')),job.exchanges.n
-        past = False
-        if at['generation']==job.generation and 'n' in at:
-            runs = not at['kind'] and at['secs']>1 # it is in no exchange
-            past = at['n']>n or runs
-        before,self.seen = self.seen,at['nth'] if past else None
-        return in_words(0, at).strip() if past and before and before<at['nth'] else None
+        report,past = loaded(job.store.main.get('report/0')),False
+        if report.generation==job.generation and report.exchange is not None:
+            runs = not report.kind and report.secs>1 # it is in no exchange
+            past = report.exchange>job.exchanges.n or runs
+        before,self.seen = self.seen,report.nth if past else None
+        return f'rank 0 in {report}' if past and before and before<report.nth else None
     def _must_come(self, what):
         "Raise `RankError` if rank 0 has passed this place; `_PassedBy` if it has done the work under another name"
         past = None if self.job.failures.now else self._past()
