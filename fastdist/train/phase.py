@@ -19,8 +19,6 @@ from dataclasses import dataclass,field
 from warnings import warn
 from fastcore.all import *
 from fastai.basics import *
-from fastai.data.load import DataLoader
-from torch.utils.data import DataLoader as TorchLoader
 from ..base.errors import *
 from ..launch.world import *
 from ..data.loader import *
@@ -44,11 +42,12 @@ class Phase:
         return self.recorder and self.recorder.train_metrics
 
 # %% ../../nbs/703_train.phase.ipynb #8b093ba2
-_loaders = DataLoader,TorchLoader
 _unshared = ('learn.dl is a {} that did not come from this rank\'s share, so each rank goes through all of its batches, and N of them differ from one '
     'process. HINT: a callback that puts something around learn.dl gets the share if its order is more than 11')
 _goes_by_hand = ('Your code goes over a loader of learn.dls in a fit, so each rank gets its share of the batches. HINT: learn.get_preds and learn.validate take those of all ranks; '
     'its attribute `dl` is your own loader, of which each rank gets all')
+
+def _user_loader(dl): return dl.dl if isinstance(dl, DistributedDL) else dl
 
 class Phases:
     "Open phases of a Learner, the innermost last, and the shares of loaders that they go over"
@@ -93,21 +92,24 @@ class Phases:
         training:bool=True # Whether it is trained on; an evaluation within a pass over the same loader has a share of its own
     ): # During a fit, and for a loader of the Learner, the same object each time
         "Return this rank's share of `dl`"
-        rank0_evaluates,size = self.rank0_evaluates(),self.size
-        if rank0_evaluates and isinstance(dl, StepDL): return dl.dl
-        if not isinstance(dl, _loaders): return dl
-        if size==1 and (rank0_evaluates or self.seeding is None): return dl
-        if isinstance(dl, DistributedDL): dl = dl.dl
-        key = id(dl),bool(training)
-        res = self.shares.get(key)
-        if res is None: res = StepDL(dl, self.world.rank, size, self.world.device, self.split)
-        res.seeding,res.by_hand = self.seeding,None
-        if self.shown_in is not None and size>1: res.by_hand = self._by_hand
-        res.follow()
-        if not self.fitting: return res
-        mine = {id(o.dl if isinstance(o, DistributedDL) else o) for o in self.learn.dls.loaders}
-        self.shares = {k:o for k,o in (self.shares|{key:res}).items() if id(o.dl) in mine}
-        return res
+        if not is_loader(dl): return dl
+        if self.rank0_evaluates(): return dl.dl if isinstance(dl, StepDL) else dl
+        size = self.size
+        if size==1 and self.seeding is None: return dl
+        user = _user_loader(dl)
+        key = id(user),bool(training)
+        share = self.shares.get(key)
+        if share is None: share = StepDL(user, self.world.rank, size, self.world.device, self.split)
+        share.seeding,share.by_hand = self.seeding,None
+        if self.shown_in is not None and size>1: share.by_hand = self._by_hand
+        share.follow()
+        if self.fitting: self._keep(key, share)
+        return share
+
+    def _keep(self, key, share):
+        "Keep `share` for the fit, and forget those of loaders that the Learner has no longer"
+        shares,present = {**self.shares, key:share},{id(_user_loader(dl)) for dl in self.learn.dls.loaders}
+        self.shares = {k:o for k,o in shares.items() if id(o.dl) in present}
 
     @contextmanager
     def shown(self):
@@ -166,15 +168,15 @@ class Phases:
         asked # Loader that the phase was started with
     ):
         "Call `f`; a loader that a callback has put into `learn.dl` is replaced by its share before"
-        dl,ph = self.learn.dl,self.running
-        if ph is None: return f()
-        if dl is not ph.dl and isinstance(dl, _loaders):
-            ph.dl = self.learn.dl = self.local_loader(dl, self.learn.training)
-            ph.dl.in_step = True
-        if isinstance(dl, (list,tuple)) and getattr(ph.dl, 'in_step', False): ph.dl = None
+        dl,phase = self.learn.dl,self.running
+        if phase is None: return f()
+        if dl is not phase.dl and is_loader(dl):
+            phase.dl = self.learn.dl = self.local_loader(dl, self.learn.training)
+            phase.dl.in_step = True
+        if isinstance(dl, (list,tuple)) and getattr(phase.dl, 'in_step', False): phase.dl = None
         f()
-        if self.size==1 or not getattr(ph.dl, 'in_step', True): return # the share was gone over
-        if self.learn.training or isinstance(asked, _loaders): self.warn_once(type(dl), _unshared.format(type(dl).__name__))
+        if self.size==1 or not getattr(phase.dl, 'in_step', True): return # the share was gone over
+        if self.learn.training or is_loader(asked): self.warn_once(type(dl), _unshared.format(type(dl).__name__))
 
     def warn_once(self,
         what, # Key of the warning
@@ -187,9 +189,11 @@ class Phases:
     def check_steps(self):
         "Raise `ValueError` if an epoch's training would make no step"
         share = self.local_loader(self.learn.dls.train)
-        if self.size>1 and not isinstance(share, (*_loaders,list,tuple)): raise TypeError('learn.dls.train must be a DataLoader of '
+        if self.size==1 or isinstance(share, (list,tuple)): return
+        if not is_loader(share): raise TypeError('learn.dls.train must be a DataLoader of '
             f'torch or fastai, got {type(share).__name__}, whose batches ranks cannot share out. HINT: derive it from one of them; an __iter__ of its own is used')
-        if isinstance(share, (list,tuple)) or self.size==1 or share.n is None or len(share): return
+        if share.n is None or len(share): return
         hint = 'a smaller batch size, drop_last=False, or fewer ranks' if share.n else 'a data set that is not empty'
-        raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.partition.bs}{" and drop_last" if share.drop_last else ""}, '
+        dropping = ' and drop_last' if share.drop_last else ''
+        raise ValueError(f'{share.n} training samples make no step of {self.size} ranks with batches of {share.partition.bs}{dropping}, '
             f'so nothing would be trained. HINT: {hint}')
