@@ -154,7 +154,7 @@ def as_order(
     if type(idxs) is SequentialSampler: return range(len(idxs))
     if type(idxs) is range: return idxs
     idxs = list(idxs)
-    whole = all(type(o) is int or isinstance(o, np.integer) for o in idxs)
+    whole = all(issubclass(t, np.integer) for t in {*map(type, idxs)}-{int})
     return np.array(idxs) if idxs and whole else idxs
 
 # %% ../../nbs/200_data.sharding.ipynb #9db4924e

@@ -147,7 +147,7 @@ class GatheredBatches:
         "Return the batches of all ranks by step and rank, from lists for each rank; with `joined` those of a step are one"
         by_step = {}
         for step,b in chain(*map(zip, steps, batches)): by_step.setdefault(step, []).append(b)
-        parts = [by_step[step] for step in sorted(by_step)]
+        parts = map(by_step.get, sorted(by_step))
         return list(map(join_rows, parts)) if joined else list(chain(*parts))
 
     def _put_back(self, kept, idxs):

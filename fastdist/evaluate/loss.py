@@ -270,7 +270,7 @@ class Reduction:
         "Return what a batch of the samples of all ranks shows"
         parts = to_device([*filter(None, parts)], self.world.device)
         if not parts: return
-        try: whole = [join_rows(list(o)) for o in zip(*parts)]
+        try: whole = list(map(join_rows, zip(*parts)))
         except Exception: return
         return loss_reduction(f, *whole)
 

@@ -66,7 +66,7 @@ def gained(
 # %% ../../nbs/301_evaluate.metrics.ipynb #d27e7bf3
 def _pieces(seq, sizes):
     "Return `seq` cut into this rank's batches; it has an item for each sample, or for each batch with samples; else `None`"
-    for each in (sizes, [int(n>0) for n in sizes]):
+    for each in (sizes, list(map(bool, sizes))):
         ends = [0,*sums_of(each)]
         if ends[-1]==len(seq): return [seq[a:b] for a,b in zip(ends, ends[1:])]
 

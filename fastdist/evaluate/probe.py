@@ -208,7 +208,7 @@ def _autocast_depth():
 @contextmanager
 def _same_precision():
     "Restore autocast and the default dtype after this context; inside it autocast caches nothing"
-    kinds = [o for o in ('cpu','cuda','mps','xpu') if torch.amp.is_autocast_available(o)]
+    kinds = filter(torch.amp.is_autocast_available, ('cpu','cuda','mps','xpu'))
     before = [(o,torch.is_autocast_enabled(o),torch.get_autocast_dtype(o)) for o in kinds]
     dtype,cache,depth = torch.get_default_dtype(),torch.is_autocast_cache_enabled(),_autocast_depth()
     torch.set_autocast_cache_enabled(False)

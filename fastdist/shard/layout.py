@@ -195,7 +195,7 @@ class Sharder:
         "Put the model of `learn` in shards; raise `ValueError` if it was kept in another number of them"
         self._new_mesh()
         kept,size = vars(learn).pop('kept_in_shards', {}),self.mesh.size(-1)
-        sizes = gather_objs([shards.size for shards in kept.values()]) # of each rank
+        sizes = gather_objs(list(map(attrgetter('size'), kept.values()))) # of each rank
         if {*sum(sizes, [])}-{size} or len({*map(len, sizes)})>1:
             if kept: learn.kept_in_shards = kept
             raise ValueError(f'The model was kept in shards, and on the ranks there are {sizes} to a model, but here {size}. '

@@ -107,7 +107,7 @@ class Additions:
 
     def __enter__(self):
         self.before = [(d,dict(d)) for m in self.modules for d in _dicts(m)]
-        self.classes = [(m,type(m)) for m in self.modules]
+        self.classes = list(zip(self.modules, map(type, self.modules)))
 
     def __exit__(self, *_):
         self.given = [(d,k,v,was.get(k, self)) for d,was in self.before for k,v in d.items() if was.get(k, self) is not v]
