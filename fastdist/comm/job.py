@@ -207,7 +207,7 @@ class Watchdog:
         self.presence,self.ping,self.reports,self.interruptions = Presence((store.host, store.port)),None,{},0
         self.calls,self.judge = {},Judge(state.size, state.patience, state.tick, self._exists)
         self.client.set(f'presence/{state.rank}', json.dumps(self.presence.address))
-        self._send(Report())
+        self._send(Heartbeat())
         if state.rank: self.ping = Ping(json.loads(self.client.get('presence/0')), min(5, state.patience/4))
 
     def _send(self, report): self.client.set(f'report/{self.state.rank}', dumped(report))
