@@ -21,6 +21,7 @@ def weights(model): return torch.cat([p.detach().flatten() for p in model.parame
 
 class Promised:
     "Base of peers, one object a rank: `fit` trains a model, and calls `step` with the number of each step before its backward pass"
+    heard = None # when a fit has raised an error of another rank; by default when the whole call has
     def __init__(self, rank, size): self.rank,self.size,self.step = rank,size,lambda i: None
 
     def __call__(self, what, *args): return getattr(self, what)(*args)
@@ -43,7 +44,7 @@ class Promised:
             if self.rank==1 and i==2: raise Fails('in step 2')
         self.step = step
         try: self.fit(self.model(), bs)
-        except BaseException as e: return time.monotonic()-at[-1],f'{type(e).__name__}: {e}'
+        except BaseException as e: return (self.heard or time.monotonic())-at[-1],f'{type(e).__name__}: {e}'
         return None,'it went on'
 
     def survives(self, folder, kill):
@@ -147,7 +148,10 @@ class ByFastai(Promised):
     def fit(self, model, bs, *cbs):
         learn = self.learner(model, bs, *cbs)
         with learn.no_bar(), learn.no_logging(), self.context(learn):
-            learn.fit(epochs, lr)
+            try: learn.fit(epochs, lr)
+            except BaseException:
+                self.heard = time.monotonic()
+                raise
             acc = learn.recorder.values[-1][-1]
             preds = learn.get_preds(act=lambda o: o)[0]
         return acc,preds

@@ -100,13 +100,22 @@ class Small(Callback):
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.loss_grad+.1*sum(p.square().sum() for p in self.model.parameters())
 
+def decay_first(p, lr, **kwargs): p.data[0].mul_(1-lr)
+def first_rows(params, lr): return Optimizer(params, [decay_first,weight_decay,step_stat,average_grad,momentum_step], lr=lr, mom=.9, wd=.01)
+
+class Cumulated(Optimizer):
+    "A step of its own, in which elements of a parameter are mixed"
+    def __init__(self, params, lr): super().__init__(params, [sgd_step], lr=lr)
+    def step(self, closure=None):
+        for p,*_,hyper in self.all_params(with_grad=True): p.data.sub_(p.grad.data.cumsum(0), alpha=hyper['lr'])
+
 def clipped(): return [GradientClip(.1)]
 def tuned(learn): learn.fine_tune(1, .02)
 
 optimizers = dict(sgd=of(SGD), momentum=of(partial(SGD, mom=.9, wd=.1)), rms=of(RMSProp), adam=of(Adam, cbs=clipped), radam=of(RAdam), qhadam=of(QHAdam),
     larc=of(Larc), lamb=of(Lamb), ranger=of(ranger), torch_sgd=of(torch_sgd), adamw=of(adamw, cbs=clipped),
     coupled=of(partial(OptimWrapper, opt=Coupled), f=lambda o: (o.fit(1, .05), o.fit(1, .05))), muon=no_bias(partial(OptimWrapper, opt=torch.optim.Muon)),
-    mask=case(cbs=lambda: Masked()))
+    mask=case(cbs=lambda: Masked()), first_rows=of(first_rows, f=lambda o: (o.fit(1, .05), o.fit(1, .05))), cumulated=of(Cumulated))
 ways = dict(norm=case(partial(small, n=36, bn=True)), window=case(cbs=lambda: [GradientAccumulation(24),*clipped()]),
     frozen=case(partial(small, splitter=parts, opt=Adam), f=thawed), tuned=case(partial(small, splitter=parts, opt=adamw), f=tuned),
     thawed=case(partial(small, splitter=parts), cbs=lambda: Thaw(), f=lambda o: (o.freeze(), o.fit(2, .05))), cycle=case(f=lambda o: o.fit_one_cycle(2, .05)),
@@ -194,7 +203,7 @@ def test_the_law(cases, size): check(size, cases)
 def test_four_ranks(): check(4, {k:ways[k] for k in few}|{k:optimizers[k] for k in ('sgd','adam','larc','lamb')})
 
 @sizes
-@cases(**usual(optimizers, 'momentum', 'adam', 'larc', 'lamb', 'adamw', 'muon'))
+@cases(**usual(optimizers, 'momentum', 'adam', 'larc', 'lamb', 'adamw', 'muon', 'first_rows', 'cumulated'))
 def test_optimizers(cases, size): check(size, cases)
 
 @pytest.mark.parametrize('size', (pytest.param(2, marks=pytest.mark.whole),3))
