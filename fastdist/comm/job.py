@@ -422,13 +422,11 @@ class Job:
         self.watchdog = watchdog = Watchdog(state, self.store, self.progress, self.interrupt)
         listener,self.farewell = Listener(state, self.store.connect()),Farewell(state, self.store.main)
         self.votes = Votes(state, self.store.main, self.exchanges, self.interrupt, watchdog.reports)
-        self._run('listener', listener.run, listener.client)
-        self._run('watchdog', watchdog.run, watchdog.client, watchdog.interfere)
+        threads = [self._thread('listener', listener.run, listener.client), self._thread('watchdog', watchdog.run, watchdog.client, watchdog.interfere)]
+        for o in threads: o.start()
+        self.threads = threads # where one cannot start there is nothing to end
 
-    def _run(self, name, *args):
-        thread = threading.Thread(target=self.shared.guarded, args=args, daemon=True, name=f'fastdist {name}')
-        self.threads.append(thread)
-        thread.start()
+    def _thread(self, name, *args): return threading.Thread(target=self.shared.guarded, args=args, daemon=True, name=f'fastdist {name}')
 
     def agree(self,
         name:str, # Topic of the vote, the same on all ranks

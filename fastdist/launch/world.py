@@ -199,7 +199,8 @@ def from_mpi(
     launcher = first(k for k,v in _numbers.items() if v[0] in env and k!='srun')
     if not launcher or _are_of(env, launcher, _numbers['srun'][:2]): return
     rank,size,local,local_size = [_num(env, k) for k in _numbers[launcher]]
-    if None in (size,local,local_size) or local!=rank%local_size or size%local_size:
+    unknown = None in (size,local,local_size) or local_size<1
+    if unknown or local!=rank%local_size or size%local_size:
         raise WorldError(f'You started rank {rank} of {size} by {launcher}, and found it to be local rank {local} of {local_size}. HINT: fastdist needs '
             'as many ranks on each node, numbered node by node, which `mpirun --map-by slot` gives; or start torchrun on each node')
     nodes,job = size//local_size,env.get('PMIX_NAMESPACE') or env.get('LSB_JOBID')

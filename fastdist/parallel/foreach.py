@@ -179,17 +179,20 @@ class ListSteps:
         other:Callable=None # Takes the step where not all is known; the `step` of its class by default
     ):
         store_attr()
-        self.on,self.key,self.state = True,None,None
+        self.on,self.known = True,False # whether lists may be stepped; whether all of the step is known
+        self.key,self.state = None,None # of the plan: step functions and parameters with gradients; state of the optimizer
+        self.live = [] # those parameters, or others might have their identities in `key`
+        self.fs,self.parts,self.single = [],[],[] # functions; of each group lists that step together, and parameters that step by themselves
 
     def __getstate__(self): return {**vars(self), 'key':None} # a copy has other parameters
 
     def _plan(self, cbs, live):
         opt,state,row = self.opt,self.opt.state,self.row
-        for p in chain(*opt.param_lists): state[p] # as fastai's makes states
+        for p in chain(*opt.param_lists): state.setdefault(p, {}) # as fastai's step does
         self.known = self.knows(opt) and all(map(_known, cbs)) and not _overlap(map(row, chain(*live)))
         if not self.known: return
         self.fs = [(_lists[getattr(cb, 'func', cb)], getattr(cb, 'keywords', {})) for cb in cbs]
-        self.single,self.parts = [],[] # of each group: parameters that step by themselves, and lists that step together
+        self.single,self.parts = [],[]
         for ps in live:
             single,together = [],{}
             for p in ps:
