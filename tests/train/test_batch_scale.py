@@ -57,9 +57,9 @@ def test_a_batch_of_another_size_than_planned(name, ns, more, seed):
     for a,b in zip(loss_and_grad(f, w, x, y), of_ranks(parts(f, w, x, y, ns, sum(ns)+more))): torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 class Loader(DistributedDL):
-    "Batches of as many samples as `totals` says"
-    def __init__(self, totals): self.totals = totals
-    def total(self, k): return self.totals[k]
+    "Batches of as many samples as `sizes` says"
+    def __init__(self, sizes): self.sizes = sizes
+    def total(self, k): return self.sizes[k]
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(['mean','targets','ignored','weighted']), st.lists(st.lists(st.integers(1, 4), min_size=2, max_size=2), min_size=1, max_size=5), st.integers(2, 3), st.integers(0, 99))
